@@ -23,7 +23,7 @@ def bert_adam(
     """Adam without bias correction and with decoupled weight decay: the BERTAdam that BERT was trained with.
 
     ``m ← b1·m + (1-b1)·g``, ``v ← b2·v + (1-b2)·g²``, ``update = -lr·(m / (sqrt(v) + eps) + weight_decay·p)``.
-    Without the correction the first step is 0.1 / sqrt(0.001) ≈ 3 times as long as Adam's, which a warm-up makes up for.
+    Without the correction the first step is 0.1 / sqrt(0.001) ≈ 3 times as long as Adam's; a warm-up makes up for it.
     The decay is multiplied by the learning rate, and so follows its schedule.
 
     Args:

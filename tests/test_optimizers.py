@@ -24,7 +24,7 @@ def apply(params, updates):
     ("knobs", "rate"),
     [
         ({}, lambda step: 0.01),
-        ({"b1": 0.8, "b2": 0.95, "eps": 1e-3, "weight_decay": 0.3}, lambda step: 0.1 / (1 + step)),
+        ({"b1": 0.8, "b2": 0.95, "eps": 1e-3, "weight_decay": 0.3}, lambda step: 0.1 / (1 + jnp.float32(step))),
         ({"b1": 0.0, "weight_decay": 0.0}, lambda step: 0.02),
     ],
 )
@@ -38,7 +38,7 @@ def test_twenty_steps_match_the_float64_reference(knobs, rate):
     update = jax.jit(tx.update)
     for step in range(20):
         grad = rng.standard_normal(5) * 10.0 ** rng.integers(-4, 2)
-        want, m, v = reference_step(want, grad, m, v, lr=rate(step), **knobs)
+        want, m, v = reference_step(want, grad, m, v, lr=float(rate(step)), **knobs)
         updates, state = update(jnp.asarray(grad, jnp.float32), state, got)
         got = apply(got, updates)
     np.testing.assert_allclose(got, want, rtol=2e-6, atol=1e-7)
