@@ -1,0 +1,171 @@
+"""Over which devices a sum over a tree has to be taken, leaf by leaf."""
+
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from ._messages import shown
+
+Names = tuple[Any, ...]
+
+# Replicated leaves below this many entries aren't split over the devices: slicing would cost more than it saves.
+SPLIT_FROM = 65536
+
+
+def varying_axes(value: Any) -> frozenset[Any]:
+    """The mesh axes over which a value's type says that it differs: empty outside of typed `shard_map`."""
+    kind = jax.typeof(value)
+    manual = getattr(kind, "manual_axis_type", None)  # JAX 0.10; `.vma` before it
+    return frozenset(manual.varying if manual is not None else getattr(kind, "vma", frozenset()))
+
+
+def axes_are_typed(name: Any) -> bool:
+    """Whether this is traced in a `shard_map` that types its axes: there a device's own index varies."""
+    return bool(varying_axes(jax.lax.axis_index(name)))
+
+
+def in_manual_axes() -> bool:
+    """Whether this is traced in `shard_map` or `pmap`, where each device runs the program on its own arrays."""
+    return bool(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+def _axis_names(axis_name: Any) -> Names:
+    names = axis_name if isinstance(axis_name, (tuple, list)) else () if axis_name is None else (axis_name,)
+    for name in names:
+        if not isinstance(name, str) or not name:
+            raise TypeError(
+                f"axis_name must be the name of a mesh or pmap axis, several in a tuple, or None, not {shown(axis_name)}."
+            )
+    if len(set(names)) != len(names):
+        raise ValueError(f"axis_name names an axis twice: {shown(axis_name)}.")
+    return tuple(names)
+
+
+def _names_in(spec: PartitionSpec) -> Names:
+    parts = [part for part in spec if part is not None and part is not PartitionSpec.UNCONSTRAINED]
+    return tuple(name for part in parts for name in (part if isinstance(part, tuple) else (part,)))
+
+
+def _is_spec(leaf: Any) -> bool:
+    return leaf is None or isinstance(leaf, (bool, PartitionSpec))
+
+
+class Axes:
+    """What `axis_name=` and `sharded=` say together.
+
+    Args:
+      axis_name: the axis of `pmap` or `shard_map` over which the gradients are spread or replicated, or a tuple of them.
+      sharded: False: every device holds the same gradients. True: every leaf is another shard on each device.
+        A tree of bools or `PartitionSpec`s, a prefix of the gradients' tree: leaf by leaf.
+
+    Raises:
+      TypeError, ValueError: for a name that isn't one, or a tree with other leaves than bools and specs.
+    """
+
+    def __init__(self, axis_name: Any = None, sharded: Any = False):
+        self.names = _axis_names(axis_name)
+        self.sharded = sharded
+        leaves = jax.tree.leaves(sharded, is_leaf=_is_spec) if not _is_spec(sharded) else [sharded]
+        for leaf in leaves:
+            if not _is_spec(leaf):
+                raise TypeError(
+                    "sharded must be True, False, or a tree (a prefix of the gradients' tree) of bools and "
+                    f"PartitionSpecs; it holds {shown(leaf)}."
+                )
+        if any(leaf is True for leaf in leaves) and not self.names:
+            raise ValueError("sharded=True needs axis_name: over which axis is each leaf a different shard?")
+
+    def of_leaves(self, tree: Any) -> list[frozenset[Any]]:
+        """For each leaf of the tree, in order: the axes over which it is a different shard on each device."""
+        leaves = jax.tree.leaves(tree)
+        self.check_bound()
+        probe = self.names[0] if self.names else None
+        if (probe is not None and axes_are_typed(probe)) or any(map(_varies, leaves)):
+            return [varying_axes(leaf) if hasattr(leaf, "dtype") else frozenset() for leaf in leaves]
+        return [self._meaning(spec) for spec in self._specs(tree)]
+
+    def _specs(self, tree: Any) -> list[Any]:
+        if _is_spec(self.sharded):
+            return [self.sharded] * len(jax.tree.leaves(tree))
+        try:
+            return jax.tree_util.tree_leaves(
+                jax.tree.map(
+                    lambda spec, part: jax.tree.map(lambda _: _Spec(spec), part), self.sharded, tree, is_leaf=_is_spec
+                )
+            )
+        except ValueError as error:
+            raise ValueError(_misfit(self.sharded, tree)) from error
+
+    def _meaning(self, spec: Any) -> frozenset[Any]:
+        spec = spec.value if isinstance(spec, _Spec) else spec
+        if isinstance(spec, PartitionSpec):
+            names = _names_in(spec)
+            return frozenset(name for name in names if not self.names or name in self.names)
+        return frozenset(self.names if spec else ())
+
+    def check_bound(self) -> None:
+        for name in self.names:
+            try:
+                jax.lax.axis_size(name)
+            except NameError as error:
+                raise ValueError(
+                    f"axis_name={name!r} isn't an axis of the pmap or shard_map around this step. Inside one, give the name "
+                    "that it has; under plain or sharded jit leave axis_name out: norms are global there by themselves."
+                ) from error
+
+
+class _Spec:
+    """A spec as a leaf: a PartitionSpec or None alone would be taken for a subtree."""
+
+    def __init__(self, value: Any):
+        self.value = value
+
+
+def _varies(leaf: Any) -> bool:
+    return hasattr(leaf, "dtype") and bool(varying_axes(leaf))
+
+
+def _misfit(specs: Any, tree: Any) -> str:
+    """Where a tree of specs stops being a prefix of the gradients' tree."""
+    spec_paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(specs, is_leaf=_is_spec)]
+    for path, _ in jax.tree_util.tree_leaves_with_path(tree):
+        if not any(path[: len(spec)] == spec for spec in spec_paths):
+            where = jax.tree_util.keystr(path) or "the whole tree"
+            return f"sharded doesn't fit the gradients: it says nothing of {where}. It must be a prefix of their tree."
+    leaf_paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    for spec in spec_paths:
+        if not any(path[: len(spec)] == spec for path in leaf_paths):
+            return f"sharded doesn't fit the gradients: it names {jax.tree_util.keystr(spec)}, which they don't have."
+    return "sharded doesn't fit the gradients: its tree must be a prefix of theirs, with the same kinds of containers."
+
+
+_declared: ContextVar["Axes | None"] = ContextVar("declared_shards", default=None)
+
+
+@contextlib.contextmanager
+def shards_declared(axes: Axes) -> Iterator[None]:
+    """While an inner transformation runs on a device's shards, its norms are taken as `axes` says."""
+    token = _declared.set(axes)
+    try:
+        yield
+    finally:
+        _declared.reset(token)
+
+
+def in_force(axes: Axes) -> Axes:
+    """The axes of a transformation, or the ones declared around it if it names none of its own."""
+    return axes if axes.names or not _is_spec(axes.sharded) or axes.sharded else _declared.get() or axes
+
+
+def my_index(names: frozenset[Any]) -> jax.Array:
+    """This device's number among those that differ along the axes, from 0."""
+    return jnp.asarray(jax.lax.axis_index(tuple(sorted(names))), jnp.int32)
+
+
+def device_count(names: frozenset[Any]) -> int:
+    return jax.lax.axis_size(tuple(sorted(names))) if names else 1

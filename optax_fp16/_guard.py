@@ -1,0 +1,82 @@
+"""The guard: a step is taken whole or not at all, by a flag, the way the backend likes."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ._devices import in_manual_axes
+from ._messages import is_traced, shown
+from ._tree import select
+
+Tree = Any
+
+
+def take_step(finite: jax.Array, step: Callable[[], Tree], stay: Callable[[Tree], Tree]) -> Tree:
+    """`step()` if the flag holds, else `stay(shapes of what step gives)`, leaf by leaf bit-identical to one of them.
+
+    A GPU reads and writes everything once either way, so there a select is free and a branch would cost a copy of all its
+    operands. A CPU gains from not computing the step at all. On a device mesh by hand (`shard_map`, `pmap`) the step may hold
+    collectives, which every device must reach, so it is a select there on any backend.
+
+    Args:
+      finite: bool[], the same on every device.
+      step: makes the tree of an applied step.
+      stay: makes the tree of a skipped one, alike in structure, shapes and dtypes.
+    """
+    if not is_traced(finite):
+        return step() if finite else stay(jax.eval_shape(step))
+
+    def by_select() -> Tree:
+        new = step()
+        return select(finite, new, stay(new))
+
+    def by_branch() -> Tree:
+        return jax.lax.cond(finite, step, lambda: stay(jax.eval_shape(step)))
+
+    if in_manual_axes():
+        return by_select()
+    return jax.lax.platform_dependent(cpu=by_branch, default=by_select)
+
+
+def zeros_like(shapes: Tree) -> Tree:
+    """Updates that change nothing, in the dtypes and shapes of those that an applied step would give."""
+    return jax.tree.map(_zero, shapes)
+
+
+def _zero(leaf: Any) -> Any:
+    dtype = getattr(leaf, "dtype", None)
+    if dtype is None or dtype == jax.dtypes.float0 or jnp.issubdtype(dtype, jax.dtypes.extended):
+        return leaf
+    return jnp.zeros_like(leaf) if not isinstance(leaf, jax.ShapeDtypeStruct) else jnp.zeros(leaf.shape, dtype)
+
+
+def in_the_state_dtypes(new: Tree, old: Tree) -> Tree:
+    """A new inner state in the structure and dtypes of the old one, so that it can be a scan's carry and a select's branch.
+
+    Raises:
+      TypeError: when the inner transformation changes its state's structure or shapes from step to step.
+    """
+    if jax.tree.structure(new) != jax.tree.structure(old):
+        raise TypeError(
+            "the inner transformation's update gives a state of another structure than its init, so a step can't be skipped "
+            f"by keeping the old one: {shown(jax.tree.structure(old))} became {shown(jax.tree.structure(new))}."
+        )
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(old)]
+    leaves = [_in_dtype(*pair) for pair in zip(paths, jax.tree.leaves(new), jax.tree.leaves(old), strict=True)]
+    return jax.tree.unflatten(jax.tree.structure(old), leaves)
+
+
+def _in_dtype(path: str, new: Any, old: Any) -> Any:
+    if not hasattr(old, "dtype") and not isinstance(old, (bool, int, float, complex)):
+        return new
+    if jnp.shape(new) != jnp.shape(old):
+        raise TypeError(
+            f"the inner transformation's state{path} has shape {jnp.shape(old)} before the step and {jnp.shape(new)} after it, "
+            "so a step can't be skipped by keeping the old one."
+        )
+    dtype = getattr(old, "dtype", None) or jnp.result_type(old)
+    if jnp.issubdtype(dtype, jax.dtypes.extended):
+        return new
+    return jnp.asarray(new).astype(dtype)

@@ -1,0 +1,88 @@
+"""Validation of arguments, and the words of every refusal."""
+
+import math
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import Tracer
+
+
+def shown(value: Any) -> str:
+    """A value as an error message shows it: on one line and short."""
+    try:
+        text = " ".join(repr(value).split())
+    except Exception:  # a repr that fails must not hide what the message is about
+        text = f"an object of type {type(value).__name__}"
+    return text if len(text) <= 100 else text[:97] + "..."
+
+
+def is_traced(value: Any) -> bool:
+    return isinstance(value, Tracer)
+
+
+def number(
+    name: str,
+    value: Any,
+    allowed: str,
+    *,
+    low: float = -math.inf,
+    high: float = math.inf,
+    above: float = -math.inf,
+    below: float = math.inf,
+) -> float:
+    """The argument as a Python float with low <= value <= high and above < value < below, or an error that names it."""
+    if isinstance(value, (bool, np.bool_, str, bytes)) or is_traced(value):
+        raise TypeError(f"{name} must be {allowed}, known before the step is traced, not {shown(value)}.")
+    try:
+        result = float(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise TypeError(f"{name} must be {allowed}, not {shown(value)}.") from error
+    # NaN fails every comparison, so it is refused here too.
+    if not (low <= result <= high and (above < result or above == -math.inf) and (result < below or below == math.inf)):
+        raise ValueError(f"{name} must be {allowed}, not {shown(value)}.")
+    return result
+
+
+def integer(name: str, value: Any, *, low: int, high: int = 2**31 - 1) -> int:
+    """The argument as a Python int within [low, high], or an error that names it."""
+    allowed = f"a whole number of {low} or more" if high == 2**31 - 1 else f"a whole number from {low} to {high}"
+    result = number(name, value, allowed, low=low, high=high)
+    if result != int(result):
+        raise ValueError(f"{name} must be {allowed}, not {shown(value)}.")
+    return int(result)
+
+
+def boolean(name: str, value: Any) -> bool:
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{name} must be True or False, not {shown(value)}.")
+    return bool(value)
+
+
+def transformation(name: str, value: Any) -> Any:
+    """The argument, if it is an Optax transformation; else an error that shows how one is made."""
+    if not (isinstance(value, tuple) and len(value) == 2 and all(callable(part) for part in value)):
+        hint = " Call it first: it is a function that makes one." if callable(value) else ""
+        raise TypeError(f"{name} must be an Optax transformation such as optax.adamw(1e-4), not {shown(value)}.{hint}")
+    return value
+
+
+def one_of(name: str, value: Any, allowed: tuple[Any, ...]) -> Any:
+    try:
+        known = value in allowed
+    except Exception:  # an array or an object whose == doesn't give a bool
+        known = False
+    if not known:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, not {shown(value)}.")
+    return value
+
+
+def floating_dtype(name: str, value: Any) -> Any:
+    """The argument as a numpy dtype of real floating kind, or an error that names it."""
+    try:
+        dtype = jax.dtypes.canonicalize_dtype(value)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{name} must be a floating dtype such as jnp.float16, not {shown(value)}.") from error
+    if value is None or not jax.numpy.issubdtype(dtype, np.floating):
+        raise TypeError(f"{name} must be a floating dtype such as jnp.float16, not {shown(value)}.")
+    return dtype

@@ -1,0 +1,58 @@
+"""Which leaves of a tree are gradients, and what the package does to all of them alike."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+def is_gradient(leaf: Any) -> bool:
+    """Whether a leaf is real or complex data: not an integer, a bool, a float0, a typed key or somebody's object."""
+    if isinstance(leaf, (float, complex)):
+        return True
+    dtype = getattr(leaf, "dtype", None)
+    return dtype is not None and hasattr(leaf, "shape") and jnp.issubdtype(dtype, jnp.inexact)
+
+
+def gradient_leaves(tree: Any) -> list[Any]:
+    return [leaf for leaf in jax.tree.leaves(tree) if is_gradient(leaf)]
+
+
+def map_gradients(function: Callable[..., Any], tree: Any, *rest: Any) -> Any:
+    """`jax.tree.map` over the leaves that are gradients; the others come back as they are."""
+    return jax.tree.map(lambda leaf, *others: function(leaf, *others) if is_gradient(leaf) else leaf, tree, *rest)
+
+
+def wide_dtype(dtype: Any) -> Any:
+    """The dtype that arithmetic on a leaf is done in: float32 or wider, complex stays complex."""
+    with jax.numpy_dtype_promotion("standard"):
+        return jnp.promote_types(dtype, jnp.float32)
+
+
+def widened(leaf: Any) -> Any:
+    """A leaf in its wide dtype; a leaf that stands for an array (`jax.eval_shape`) stays one."""
+    dtype = wide_dtype(jnp.result_type(leaf))
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf.update(dtype=dtype, weak_type=False)
+    return jnp.asarray(leaf, dtype)
+
+
+def to_fp32(tree: Any) -> Any:
+    return map_gradients(widened, tree)
+
+
+def cast_like(tree: Any, like: Any) -> Any:
+    """The tree with each leaf's dtype as in `like`, leaves that aren't gradients untouched."""
+    return map_gradients(lambda leaf, other: jnp.asarray(leaf).astype(jnp.result_type(other)), tree, like)
+
+
+def select(flag: jax.Array, on_true: Any, on_false: Any) -> Any:
+    """`on_true` where the scalar flag holds, else `on_false`: two trees alike in structure, shapes and dtypes."""
+
+    def choose(a: Any, b: Any) -> Any:
+        if getattr(a, "dtype", None) == jax.dtypes.float0 or not hasattr(a, "dtype"):
+            return a
+        return jnp.where(flag, a, b)
+
+    return jax.tree.map(choose, on_true, on_false)
