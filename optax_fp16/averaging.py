@@ -31,8 +31,8 @@ def pmean_gradients(grads: Any, axis_name: Any, dtype: Any = None) -> Any:
 
     >>> import jax, jax.numpy as jnp
     >>> mean = jax.vmap(lambda g: pmean_gradients(g, "batch"), axis_name="batch")
-    >>> print(mean(jnp.full((4, 1), 20000, jnp.float16))[0, 0])
-    20000.0
+    >>> print(int(mean(jnp.full((4, 1), 20000, jnp.float16))[0, 0]))
+    20000
 
     References:
       The fp16 all-reduce of GluonNLP's and NeMo's trainers, which divided after it had summed.
