@@ -1,0 +1,44 @@
+"""AdamW under loss scaling, clipping and skipping."""
+
+import argparse
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import optax_fp16 as fp16
+from training.arguments import DYNAMIC
+
+
+def warmup_then_linear(peak: float, warmup_steps: int, total_steps: int) -> optax.Schedule:
+    """Rises linearly to `peak` in `warmup_steps`, the first step not being 0, and falls to 0 at `total_steps`."""
+
+    def schedule(count: jax.Array) -> jax.Array:
+        done = jnp.asarray(count, jnp.float32)
+        rising = (done + 1) / max(1, warmup_steps)
+        falling = (total_steps - done) / max(1, total_steps - warmup_steps)
+        return jnp.float32(peak) * jnp.clip(jnp.minimum(rising, falling), 0, 1)
+
+    return schedule
+
+
+def decayed(params: Any) -> Any:
+    """True for the leaves that weight decay is for: neither a bias nor a LayerNorm's scale."""
+
+    def is_decayed(path: tuple[Any, ...], _: Any) -> bool:
+        name = str(getattr(path[-1], "key", path[-1]))
+        return not name.endswith("bias") and name != "scale"
+
+    return jax.tree_util.tree_map_with_path(is_decayed, params)
+
+
+def optimizer(args: argparse.Namespace, axis_name: str) -> optax.GradientTransformation:
+    """What `args` asks for. The schedule counts inside the guard, so that it stands still on a skipped step."""
+    schedule = warmup_then_linear(args.learning_rate, round(args.warmup * args.steps), args.steps)
+    adamw = optax.adamw(schedule, eps=1e-6, weight_decay=args.weight_decay, mask=decayed)
+    if args.loss_scale == DYNAMIC:
+        scale = fp16.dynamic_loss_scale(args.init_scale, growth_interval=args.growth_interval, axis_name=axis_name)
+    else:
+        scale = fp16.static_loss_scale(args.loss_scale, axis_name=axis_name)
+    return fp16.mixed_precision(adamw, max_norm=args.max_grad_norm or None, loss_scale=scale, axis_name=axis_name)
