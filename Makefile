@@ -33,6 +33,18 @@ lint: $(VENV)/.test
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 
+# The slow tier: kills, full disks, 20,000 steps with faults, 2,000 random programs; about 40 minutes on 2 cores.
+soak: $(VENV)/.test
+	$(TESTENV) $(BIN)/python -m pytest tests/soak $(ARGS)
+
+coverage: $(VENV)/.test
+	$(TESTENV) $(BIN)/python -m coverage run -m pytest $(ARGS)
+	$(BIN)/python -m coverage report --show-missing --fail-under 98
+
+# The oldest versions claimed, this Python with its newest, and the newest Python that is here with the newest of all.
+test-matrix:
+	.ci/matrix
+
 format: $(VENV)/.test
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -50,5 +62,7 @@ $(VENV)/.examples$(CUDA): $(VENV)/bin/python pyproject.toml
 	touch $@
 
 $(VENV)/.test: $(VENV)/bin/python pyproject.toml
-	$(BIN)/python -m pip install --quiet --editable '.[test]'
+	$(BIN)/python -m pip install --quiet $(PIP_CONSTRAINT_ARGS) --editable '.[test]'
+	@# XLA's compiler for NVIDIA GPUs, which needs none: tests read the programs that it makes. It has to be of jaxlib's version.
+	$(BIN)/python -m pip install --quiet --no-deps "jax-cuda12-pjrt==$$($(BIN)/python -c 'import jaxlib; print(jaxlib.__version__)')"
 	touch $@
