@@ -29,10 +29,13 @@ def train(
     save: Callable[[State], None],
     save_every: int,
     stop: threading.Event,
+    validate: Callable[[State], None] | None = None,
+    validate_every: int = 1,
 ) -> State:
     """Train to `steps`, saving every `save_every` steps, at the end and when `stop` is set.
 
     `step(params, opt_state, batch, number)` is from `train_step`; `batch_of(number)` gives a step's batch, from 0 on.
+    `validate` looks at the state every `validate_every` steps.
     """
     params, opt_state = state.params, state.opt_state
     done = state.step
@@ -44,6 +47,8 @@ def train(
         if done % save_every == 0 or done == steps or stopping:
             recorder.flush()
             save(State(params, opt_state, done))
+        if validate is not None and done % validate_every == 0:
+            validate(State(params, opt_state, done))
         if stopping:
             break
     return State(params, opt_state, done)

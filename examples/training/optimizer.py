@@ -1,6 +1,7 @@
-"""AdamW under loss scaling, clipping and skipping."""
+"""An Adam under loss scaling, clipping and skipping."""
 
 import argparse
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -33,12 +34,23 @@ def decayed(params: Any) -> Any:
     return jax.tree_util.tree_map_with_path(is_decayed, params)
 
 
-def optimizer(args: argparse.Namespace, axis_name: str) -> optax.GradientTransformation:
-    """What `args` asks for. The schedule counts inside the guard, so that it stands still on a skipped step."""
+def optimizer(
+    args: argparse.Namespace,
+    axis_name: str,
+    *,
+    adam: Callable[..., optax.GradientTransformation] = optax.adamw,
+    half_params: bool = False,
+) -> optax.GradientTransformation:
+    """What `args` asks for, around an `adam`. A skipped step doesn't move the schedule: it counts inside the guard."""
     schedule = warmup_then_linear(args.learning_rate, round(args.warmup * args.steps), args.steps)
-    adamw = optax.adamw(schedule, eps=1e-6, weight_decay=args.weight_decay, mask=decayed)
     if args.loss_scale == DYNAMIC:
         scale = fp16.dynamic_loss_scale(args.init_scale, growth_interval=args.growth_interval, axis_name=axis_name)
     else:
         scale = fp16.static_loss_scale(args.loss_scale, axis_name=axis_name)
-    return fp16.mixed_precision(adamw, max_norm=args.max_grad_norm or None, loss_scale=scale, axis_name=axis_name)
+    return fp16.mixed_precision(
+        adam(schedule, eps=1e-6, weight_decay=args.weight_decay, mask=decayed),
+        max_norm=args.max_grad_norm or None,
+        loss_scale=scale,
+        half_params=half_params,
+        axis_name=axis_name,
+    )

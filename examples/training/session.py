@@ -60,8 +60,10 @@ def run(
     tx: optax.GradientTransformation,
     folder: Path,
     checkpoints: Checkpoints,
+    validate: Callable[[State], None] | None = None,
+    validate_every: int = 1,
 ) -> Outcome:
-    """Train `params` on `task`, or go on with what `checkpoints` hold."""
+    """Train `params` on `task`, or go on with what `checkpoints` hold; `validate` sees every `validate_every` steps."""
     state = State(params, tx.init(params), 0)
     if args.resume is not None:
         state = resumed(checkpoints, args.resume, task.facts, state)
@@ -78,6 +80,8 @@ def run(
                 save=saver(checkpoints, task.facts),
                 save_every=args.checkpoint_every,
                 stop=stop,
+                validate=validate,
+                validate_every=validate_every,
             )
         finally:
             recorder.close()
