@@ -19,6 +19,11 @@ def gradient_leaves(tree: Any) -> list[Any]:
     return [leaf for leaf in jax.tree.leaves(tree) if is_gradient(leaf)]
 
 
+def path_words(path: Any) -> str:
+    """A leaf's path as people write it: layer_3/attention/query."""
+    return jax.tree_util.keystr(path, simple=True, separator="/") or "the gradient"
+
+
 def map_gradients(function: Callable[..., Any], tree: Any, *rest: Any) -> Any:
     """`jax.tree.map` over the leaves that are gradients; the others come back as they are."""
     return jax.tree.map(lambda leaf, *others: function(leaf, *others) if is_gradient(leaf) else leaf, tree, *rest)
