@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 from jax.core import Tracer
 
 
@@ -21,6 +22,15 @@ def is_traced(value: Any) -> bool:
     return isinstance(value, Tracer)
 
 
+def _as_float(value: Any) -> float:
+    """float(), without the strings, bools, complex numbers and arrays of one entry that it takes too."""
+    if isinstance(value, (bool, str, bytes, bytearray)) or np.ndim(value) or np.iscomplexobj(value):
+        raise TypeError("not a real scalar")
+    if getattr(value, "dtype", None) == np.bool_:
+        raise TypeError("a bool")
+    return float(value)
+
+
 def number(
     name: str,
     value: Any,
@@ -32,11 +42,11 @@ def number(
     below: float = math.inf,
 ) -> float:
     """The argument as a Python float with low <= value <= high and above < value < below, or an error that names it."""
-    if isinstance(value, (bool, np.bool_, str, bytes)) or is_traced(value):
+    if is_traced(value):
         raise TypeError(f"{name} must be {allowed}, known before the step is traced, not {shown(value)}.")
     try:
-        result = float(value)
-    except (TypeError, ValueError, OverflowError) as error:
+        result = _as_float(value)
+    except Exception as error:  # whatever a stranger's __float__ raises
         raise TypeError(f"{name} must be {allowed}, not {shown(value)}.") from error
     # NaN fails every comparison, so it is refused here too.
     if not (low <= result <= high and (above < result or above == -math.inf) and (result < below or below == math.inf)):
@@ -61,7 +71,7 @@ def boolean(name: str, value: Any) -> bool:
 
 def transformation(name: str, value: Any) -> Any:
     """The argument, if it is an Optax transformation; else an error that shows how one is made."""
-    if not (isinstance(value, tuple) and len(value) == 2 and all(callable(part) for part in value)):
+    if not isinstance(value, optax.GradientTransformation):
         hint = " Call it first: it is a function that makes one." if callable(value) else ""
         raise TypeError(f"{name} must be an Optax transformation such as optax.adamw(1e-4), not {shown(value)}.{hint}")
     return value

@@ -65,6 +65,11 @@ def _leaf_sum(leaf: Any) -> jax.Array:
     return jnp.sum(squares).astype(jnp.float32)
 
 
+def for_the_record(norm: jax.Array) -> jax.Array:
+    """f32[]: the norm as a state keeps it: Inf when it isn't finite, since a NaN would set off `jax.debug_nans`."""
+    return jnp.where(is_finite(norm), norm, jnp.float32(jnp.inf))
+
+
 def is_finite(norm: jax.Array) -> jax.Array:
     """bool[]: whether the fp32 global norm, and so every gradient, is finite."""
     return jnp.isfinite(norm)

@@ -8,13 +8,23 @@ import optax
 
 from ._devices import Axes
 from ._messages import is_traced, number
-from ._reduce import global_norm, is_finite
+from ._reduce import for_the_record, global_norm, is_finite
 from ._tree import map_gradients, widened
 
 
 class ClipByGlobalNormState(NamedTuple):
-    norm_before_clip: jax.Array  # f32[]: the norm of the last gradients, as they came
-    clip_ratio: jax.Array  # f32[]: what they were divided by: max(1, norm / max_norm)
+    norm_before_clip: jax.Array  # f32[]: the norm of the last gradients, as they came; Inf when it wasn't finite
+    clip_ratio: jax.Array  # f32[]: what they were divided by: max(1, norm / max_norm); Inf when the norm is
+
+
+def fresh_clip() -> ClipByGlobalNormState:
+    return ClipByGlobalNormState(jnp.zeros((), jnp.float32), jnp.ones((), jnp.float32))
+
+
+def clip_record(norm: jax.Array, max_norm: Any) -> ClipByGlobalNormState:
+    """The clip's state after a step."""
+    kept = for_the_record(norm)
+    return ClipByGlobalNormState(kept, clip_ratio_of(kept, max_norm))
 
 
 def clip_ratio_of(norm: jax.Array, max_norm: Any) -> jax.Array:
@@ -75,12 +85,12 @@ def clip_by_global_norm_fp32(
 
     def init(params: Any) -> ClipByGlobalNormState:
         del params
-        return ClipByGlobalNormState(jnp.zeros((), jnp.float32), jnp.ones((), jnp.float32))
+        return fresh_clip()
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         del state, params, extra
         norm = global_norm(updates, axes)
-        return multiplied(updates, clip_factor(norm, limit)), ClipByGlobalNormState(norm, clip_ratio_of(norm, limit))
+        return multiplied(updates, clip_factor(norm, limit)), clip_record(norm, limit)
 
     return optax.GradientTransformationExtraArgs(init, update)
 

@@ -51,7 +51,7 @@ def next_loss_scale(state: DynamicLossScaleState, finite: jax.Array, rule: Scale
         steps_since_rescale += 1
         if finite:
             finite_in_a_row += 1
-            if finite_in_a_row == growth_interval:           # a growth
+            if finite_in_a_row >= growth_interval:           # a growth; > only under an interval shortened since
                 scale *= growth_factor;  finite_in_a_row = steps_since_rescale = 0;  hysteresis_left = hysteresis
         else:
             finite_in_a_row = 0;  overflows_counted += 1;  hysteresis_left = max(hysteresis_left - 1, 0)
@@ -66,9 +66,10 @@ def next_loss_scale(state: DynamicLossScaleState, finite: jax.Array, rule: Scale
     overflows = jnp.where(overflow, optax.safe_increment(state.overflows_counted), state.overflows_counted)
     left = jnp.where(overflow, jnp.maximum(state.hysteresis_left - 1, 0), state.hysteresis_left)
 
-    grow = finite & (in_a_row == rule.growth_interval)
-    share = overflows.astype(jnp.float32) / jnp.asarray(steps, jnp.float32)
-    back_off = overflow & (share >= jnp.float32(rule.tolerance)) & (left == 0)
+    grow = finite & (in_a_row >= rule.growth_interval)
+    # A product, since GPUs round quotients each their own way; a hair below, so that 1 in 100 is 0.01 however it rounds.
+    enough = jnp.float32(rule.tolerance * (1 - 2**-21)) * jnp.asarray(steps, jnp.float32)
+    back_off = overflow & (overflows.astype(jnp.float32) >= enough) & (left == 0)
     factor = jnp.where(grow, jnp.float32(rule.growth_factor), jnp.float32(1))
     factor = jnp.where(back_off, jnp.float32(rule.backoff_factor), factor)
     at_floor = overflow & (state.loss_scale <= jnp.float32(rule.min_scale))
@@ -149,14 +150,19 @@ def dynamic_loss_scale(
     """
     rule = ScaleRule(
         growth_interval=integer("growth_interval", growth_interval, low=1),
-        growth_factor=number("growth_factor", growth_factor, "a finite number above 1", above=1.0, high=FP32_MAX),
-        backoff_factor=number("backoff_factor", backoff_factor, "a number between 0 and 1", low=FP32_TINY, below=1.0),
+        # In fp32 a factor nearer to 1 than these is 1, and the scale would never move.
+        growth_factor=number("growth_factor", growth_factor, "above 1 and within fp32", low=1 + 2**-23, high=FP32_MAX),
+        backoff_factor=number(
+            "backoff_factor", backoff_factor, "between 0 and 1 in fp32", low=FP32_TINY, high=1 - 2**-24
+        ),
         tolerance=number("tolerance", tolerance, "a share from 0 to 1", low=0.0, high=1.0),
         hysteresis=integer("hysteresis", hysteresis, low=1),
         min_scale=_scale("min_scale", min_scale),
         max_scale=_scale("max_scale", max_scale),
     )
     start = _scale("init_scale", init_scale)
+    if rule.min_scale > rule.max_scale:
+        raise ValueError(f"min_scale must be at most max_scale, {rule.max_scale:g}, not {rule.min_scale:g}.")
     if not rule.min_scale <= start <= rule.max_scale:
         raise ValueError(
             f"init_scale must be within [min_scale, max_scale] = [{rule.min_scale:g}, {rule.max_scale:g}], not {start:g}."

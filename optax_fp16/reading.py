@@ -85,8 +85,8 @@ def metrics_of(opt_state: Any) -> dict[str, jax.Array]:
       - `loss_scale`: f32[], the scale of the next forward pass.
       - `steps_since_rescale`: i32[], steps since the scale last grew or backed off.
       - `overflows_at_floor`: i32[], overflows in a row with the scale at min_scale already.
-      - `grad_norm`: f32[], the norm of the last gradients, unscaled and before clipping.
-      - `clip_ratio`: f32[], what clipping divided them by, 1 or more; Inf or NaN when the norm was.
+      - `grad_norm`: f32[], the norm of the last gradients, unscaled and before clipping; Inf when it wasn't finite.
+      - `clip_ratio`: f32[], what clipping divided them by, 1 or more; Inf when the norm wasn't finite.
       - `grads_finite`: bool[], whether the last step was applied.
       - `applied_total`, `skipped_total`, `skipped_in_a_row`: i32[], steps counted.
 
@@ -108,12 +108,15 @@ def metrics_of(opt_state: Any) -> dict[str, jax.Array]:
     dynamic = [state for _, state in scales if isinstance(state, DynamicLossScaleState)]
     for field in ("steps_since_rescale", "overflows_at_floor") if dynamic else ():
         metrics[field] = _value(getattr(dynamic[0], field))
-    guards, clips = _found(opt_state, (SkipIfNonfiniteState,)), _found(opt_state, (ClipByGlobalNormState,))
+    # The search doesn't look inside what it finds: a clip in the list is one outside of every guard.
+    outermost = [state for _, state in _found(opt_state, (SkipIfNonfiniteState, ClipByGlobalNormState))]
+    guards = [state for state in outermost if isinstance(state, SkipIfNonfiniteState)]
+    clips = [state for state in outermost if isinstance(state, ClipByGlobalNormState)]
     if guards:
-        metrics |= _guard_metrics(guards[0][1])
+        metrics |= _guard_metrics(guards[0])
     if clips:
-        metrics |= _clip_metrics(clips[0][1])
-    elif guards and (inside := _found(guards[0][1].inner_state, (ClipByGlobalNormState,))):
+        metrics |= _clip_metrics(clips[0])
+    elif guards and (inside := _found(guards[0].inner_state, (ClipByGlobalNormState,))):
         # A clip behind the guard doesn't see a skipped step: the guard's norm is the newer.
         ratio = _value(inside[0][1].clip_ratio)
         metrics["clip_ratio"] = jnp.where(metrics["grads_finite"], ratio, metrics["grad_norm"])

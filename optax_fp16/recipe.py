@@ -10,7 +10,7 @@ from ._inner import ApplyTransformation, checked_inner, init_inner
 from ._messages import boolean, is_traced, shown
 from ._reduce import global_norm, is_finite
 from ._tree import map_gradients, widened
-from .clipping import ClipByGlobalNormState, checked_max_norm, clip_factor, clip_ratio_of
+from .clipping import ClipByGlobalNormState, checked_max_norm, clip_factor, clip_record, fresh_clip
 from .loss_scale import LossScaleTransformation, dynamic_loss_scale, static_loss_scale
 from .master_weights import master_weights
 from .skipping import (
@@ -90,8 +90,7 @@ def mixed_precision(
     def init(params: Any) -> MixedPrecisionState:
         inner_state = init_inner(inner, params)
         refuse_inner_loss_scale(inner_state)
-        clip_state = ClipByGlobalNormState(jnp.zeros((), jnp.float32), jnp.ones((), jnp.float32))
-        return MixedPrecisionState(knobs.scale.init(params), clip_state, fresh_guard(inner_state))
+        return MixedPrecisionState(knobs.scale.init(params), fresh_clip(), fresh_guard(inner_state))
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         return _step(guarded_update, knobs, updates, state, params, extra)
@@ -115,7 +114,7 @@ def _step(
     new, inner_state = guarded(knobs.inner, finite, ready, guard.inner_state, params, extra)
     return new, MixedPrecisionState(
         knobs.scale.adjust(state.scale_state, finite),
-        ClipByGlobalNormState(norm, clip_ratio_of(norm, limit)),
+        clip_record(norm, limit),
         counted(guard, inner_state, norm, finite),
     )
 

@@ -1,12 +1,12 @@
 """The forward side of loss scaling: the loss times the scale, and gradients of it."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, SupportsIndex
 
 import jax
 import jax.numpy as jnp
 
-from ._messages import shown
+from ._messages import boolean, shown
 from ._tree import is_gradient, widened
 from .reading import loss_scale_of
 
@@ -59,6 +59,7 @@ def value_and_grad(
       optimizer as they are: its loss-scale link divides them.
 
     Raises:
+      TypeError: for a wrong argument, which the message names.
       TypeError, ValueError: as `scale_loss`, when the function is called.
 
     >>> import jax.numpy as jnp
@@ -67,6 +68,11 @@ def value_and_grad(
     >>> print(value, grads)
     9.0 48.0
     """
+
+    if not callable(fun):
+        raise TypeError(f"fun must be a function that gives a loss, not {shown(fun)}.")
+    boolean("has_aux", has_aux)
+    _check_argnums(argnums)
 
     def scaled(*args: Any, **kwargs: Any) -> tuple[jax.Array, tuple[Any, Any]]:
         value, aux = fun(*args, **kwargs) if has_aux else (fun(*args, **kwargs), None)
@@ -79,3 +85,9 @@ def value_and_grad(
         return ((value, aux) if has_aux else value), grads
 
     return call
+
+
+def _check_argnums(argnums: Any) -> None:
+    for number in argnums if isinstance(argnums, (tuple, list)) else (argnums,):
+        if isinstance(number, bool) or not isinstance(number, SupportsIndex):
+            raise TypeError(f"argnums must be the position of an argument, or a tuple of them, not {shown(argnums)}.")

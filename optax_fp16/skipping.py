@@ -10,7 +10,7 @@ from ._devices import Axes
 from ._guard import in_the_state_dtypes, take_step, zeros_like
 from ._inner import ApplyTransformation, apply_inner, apply_of, checked_inner, init_inner, update_inner
 from ._messages import transformation
-from ._reduce import global_norm, is_finite
+from ._reduce import for_the_record, global_norm, is_finite
 
 _ORDER = """skip_if_nonfinite is around a loss scale, which it would freeze for ever: the overflow that must lower the scale
 would be the step that is skipped. Put the loss scale outside:
@@ -28,7 +28,7 @@ class SkipIfNonfiniteState(NamedTuple):
     skipped_total: jax.Array  # i32[]: steps skipped in all
     skipped_in_a_row: jax.Array  # i32[]: steps skipped since the last one applied
     applied_total: jax.Array  # i32[]: steps applied in all
-    grad_norm: jax.Array  # f32[]: the norm of the last gradients, as they came
+    grad_norm: jax.Array  # f32[]: the norm of the last gradients, as they came; Inf when it wasn't finite
     grads_finite: jax.Array  # bool[]: whether they were finite
 
 
@@ -47,7 +47,7 @@ def counted(state: SkipIfNonfiniteState, inner_state: Any, norm: jax.Array, fini
         skipped_total=jnp.where(finite, state.skipped_total, increment(state.skipped_total)),
         skipped_in_a_row=jnp.where(finite, jnp.zeros((), jnp.int32), increment(state.skipped_in_a_row)),
         applied_total=jnp.where(finite, increment(state.applied_total), state.applied_total),
-        grad_norm=norm,
+        grad_norm=for_the_record(norm),
         grads_finite=finite,
     )
 
