@@ -26,7 +26,7 @@ def take_step(finite: jax.Array, step: Callable[[], Tree], stay: Callable[[Tree]
       stay: makes the tree of a skipped one, alike in structure, shapes and dtypes.
     """
     if not is_traced(finite):
-        return step() if finite else stay(jax.eval_shape(step))
+        return step() if finite else stay(_unplaced(jax.eval_shape(step)))
 
     def by_select() -> Tree:
         new = step()
@@ -49,7 +49,19 @@ def _zero(leaf: Any) -> Any:
     dtype = getattr(leaf, "dtype", None)
     if dtype is None or dtype == jax.dtypes.float0 or jnp.issubdtype(dtype, jax.dtypes.extended):
         return leaf
-    return jnp.zeros_like(leaf) if not isinstance(leaf, jax.ShapeDtypeStruct) else jnp.zeros(leaf.shape, dtype)
+    # On an Explicit mesh the type says how a leaf is sharded, and the zeros must have the same one.
+    mesh = getattr(getattr(leaf, "sharding", None), "mesh", None)
+    if isinstance(leaf, jax.ShapeDtypeStruct) and mesh is not None:
+        with jax.sharding.use_abstract_mesh(mesh):
+            return jnp.zeros_like(leaf)
+    return jnp.zeros_like(leaf)
+
+
+def _unplaced(shapes: Tree) -> Tree:
+    """Shapes without their shardings: outside of `jit` JAX places what it makes only inside of a mesh's context."""
+    return jax.tree.map(
+        lambda leaf: leaf.update(sharding=None) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf, shapes
+    )
 
 
 def in_the_state_dtypes(new: Tree, old: Tree) -> Tree:
