@@ -81,53 +81,71 @@ class Axes:
             raise ValueError("sharded=True needs axis_name: over which axis is each leaf a different shard?")
 
     def of_leaves(self, tree: Any) -> list[frozenset[Any]]:
-        """For each leaf of the tree, in order: the axes over which it is a different shard on each device."""
-        leaves = jax.tree.leaves(tree)
-        self.check_bound()
-        probe = self.names[0] if self.names else None
-        if (probe is not None and axes_are_typed(probe)) or any(map(_varies, leaves)):
-            return [varying_axes(leaf) if hasattr(leaf, "dtype") else frozenset() for leaf in leaves]
-        return [self._meaning(spec) for spec in self._specs(tree)]
+        """For each leaf of the tree, in order: the axes over which it is a different shard on each device.
 
-    def _specs(self, tree: Any) -> list[Any]:
+        Along an axis that `shard_map` types, a leaf's own type answers, whatever else was said. Along the others `sharded`
+        does; the axes that the compiler looks after (sharded `jit`) need no sum over devices.
+        """
+        self.check_bound()
+        kinds: dict[Any, str | None] = {}
+        spread = [self._by_hand(path, self._said(spec), kinds) for path, spec in self._specs(tree)]
+        return [
+            axes | (varying_axes(leaf) if hasattr(leaf, "dtype") else frozenset())
+            for axes, leaf in zip(spread, jax.tree.leaves(tree), strict=True)
+        ]
+
+    def _specs(self, tree: Any) -> list[tuple[Any, Any]]:
+        """(path of what says it, bool or PartitionSpec) for each leaf of the tree."""
         if _is_spec(self.sharded):
-            return [self.sharded] * len(jax.tree.leaves(tree))
+            return [((), self.sharded)] * len(jax.tree.leaves(tree))
+
+        def to_leaves(path: Any, spec: Any, part: Any) -> Any:
+            return jax.tree.map(lambda _: _Said(path, spec), part)
+
         try:
-            return jax.tree_util.tree_leaves(
-                jax.tree.map(
-                    lambda spec, part: jax.tree.map(lambda _: _Spec(spec), part), self.sharded, tree, is_leaf=_is_spec
-                )
-            )
+            said = jax.tree_util.tree_map_with_path(to_leaves, self.sharded, tree, is_leaf=_is_spec)
         except ValueError as error:
             raise ValueError(_misfit(self.sharded, tree)) from error
+        return [(leaf.path, leaf.spec) for leaf in jax.tree.leaves(said)]
 
-    def _meaning(self, spec: Any) -> frozenset[Any]:
-        spec = spec.value if isinstance(spec, _Spec) else spec
-        if isinstance(spec, PartitionSpec):
-            names = _names_in(spec)
-            return frozenset(name for name in names if not self.names or name in self.names)
-        return frozenset(self.names if spec else ())
+    def _said(self, spec: Any) -> Names:
+        return _names_in(spec) if isinstance(spec, PartitionSpec) else self.names if spec else ()
+
+    def _by_hand(self, path: Any, names: Names, kinds: dict[Any, str | None]) -> frozenset[Any]:
+        """Those of the axes along which a sum over devices is ours to take and no type says where."""
+        for name in names:
+            if name not in kinds:
+                kinds[name] = _kind_of_axis(name)
+            if kinds[name] is None:
+                raise ValueError(
+                    f"sharded{jax.tree_util.keystr(path)} names the axis {name!r}, which isn't an axis of the pmap or shard_map "
+                    "around this step. Inside one, give the name that it has; under plain or sharded jit leave sharded out: "
+                    "norms are global there by themselves."
+                )
+        return frozenset(name for name in names if kinds[name] == "by hand")
 
     def check_bound(self) -> None:
         for name in self.names:
-            try:
-                jax.lax.axis_size(name)
-            except NameError as error:
+            if _kind_of_axis(name) not in ("typed", "by hand"):
                 raise ValueError(
                     f"axis_name={name!r} isn't an axis of the pmap or shard_map around this step. Inside one, give the name "
                     "that it has; under plain or sharded jit leave axis_name out: norms are global there by themselves."
-                ) from error
+                )
 
 
-class _Spec:
-    """A spec as a leaf: a PartitionSpec or None alone would be taken for a subtree."""
+def _kind_of_axis(name: Any) -> str | None:
+    """Who knows what differs along a mesh axis: its "typed" arrays, those "by hand", the "compiler"; None: no such axis."""
+    try:
+        return "typed" if axes_are_typed(name) else "by hand"
+    except NameError:
+        return "compiler" if name in jax.sharding.get_abstract_mesh().axis_names else None
 
-    def __init__(self, value: Any):
-        self.value = value
 
+class _Said:
+    """A spec and where it stands, as a leaf: a PartitionSpec or None alone would be taken for a subtree."""
 
-def _varies(leaf: Any) -> bool:
-    return hasattr(leaf, "dtype") and bool(varying_axes(leaf))
+    def __init__(self, path: Any, spec: Any):
+        self.path, self.spec = path, spec
 
 
 def _misfit(specs: Any, tree: Any) -> str:
@@ -157,9 +175,22 @@ def shards_declared(axes: Axes) -> Iterator[None]:
         _declared.reset(token)
 
 
-def in_force(axes: Axes) -> Axes:
-    """The axes of a transformation, or the ones declared around it if it names none of its own."""
-    return axes if axes.names or not _is_spec(axes.sharded) or axes.sharded else _declared.get() or axes
+class _Both:
+    """The axes that a transformation names itself, and the ones that are declared around it."""
+
+    def __init__(self, own: Axes, outer: Axes):
+        self.own, self.outer = own, outer
+        self.names = tuple(dict.fromkeys(own.names + outer.names))
+
+    def of_leaves(self, tree: Any) -> list[frozenset[Any]]:
+        pairs = zip(self.own.of_leaves(tree), self.outer.of_leaves(tree), strict=True)
+        return [own | outer for own, outer in pairs]
+
+
+def in_force(axes: Axes) -> Any:
+    """The axes of a transformation together with those declared around it, if it runs on a device's shards."""
+    outer = _declared.get()
+    return axes if outer is None else _Both(axes, outer)
 
 
 def my_index(names: frozenset[Any]) -> jax.Array:
