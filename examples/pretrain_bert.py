@@ -172,7 +172,6 @@ def main(argv: list[str] | None = None) -> int:
     loss_of = pretraining_loss(BertForPreTraining(config))
     facts = facts_of(args, {"size": args.size, "vocab_size": args.vocab_size, "text": corpus.digest}, shape)
     task = Task(loss_of, lambda step: mean_weights(training.batch(step)), COLUMNS, "masked_accuracy", facts)
-
     params = init_params(config, training.batch(0), args.seed)
     parameters = sum(leaf.size for leaf in jax.tree.leaves(params))
     print(
@@ -192,7 +191,7 @@ def init_params(config: BertConfig, batch: Batch, seed: int) -> Any:
     """fp32 parameters, whatever the model computes in."""
     model = BertForPreTraining(config)
     inputs = [batch[name][:1] for name in ("token_ids", "attention_mask", "token_types", "masked_positions")]
-    return jax.jit(model.init)(jax.random.key(seed), *inputs)["params"]
+    return jax.jit(model.init)(jax.random.key(seed, impl="rbg"), *inputs)["params"]
 
 
 if __name__ == "__main__":

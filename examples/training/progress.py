@@ -66,7 +66,5 @@ class Progress:
         )
         self._bar.update(self._task, completed=step, shown=shown)
         if not self._console.is_terminal and (step % max(1, self._steps // _LINES) == 0 or step == self._steps):
-            left = (self._steps - step) / steps_per_second if steps_per_second else math.nan
-            self._console.print(
-                f"step {step}/{self._steps}  {shown}  {left:.0f} s left", highlight=False, soft_wrap=True
-            )
+            left = f"{(self._steps - step) / steps_per_second:.0f}" if steps_per_second else "?"
+            self._console.print(f"step {step}/{self._steps}  {shown}  {left} s left", highlight=False, soft_wrap=True)

@@ -50,8 +50,8 @@ class Recorder:
 
     @property
     def steps_per_second(self) -> float:
-        """Of this process, compilation (its first step) left out."""
-        times = self._times[1:] or self._times
+        """Of this process, its first step left out, in which the step is compiled; 0 until there is another."""
+        times = self._times[1:]
         return len(times) / sum(times) if times else 0.0
 
     def _record(self, step: int, metrics: Mapping[str, jax.Array]) -> None:

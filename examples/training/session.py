@@ -18,7 +18,7 @@ from training.loop import State, saver, train
 from training.progress import Progress
 from training.recorder import Recorder
 from training.resume import refuse_to_overwrite, resumed
-from training.step import Batch, LossOf, split, train_step
+from training.step import Batch, LossOf, on_every_device, split, train_step
 
 
 class Task(NamedTuple):
@@ -67,6 +67,8 @@ def run(
     state = State(params, tx.init(params), 0)
     if args.resume is not None:
         state = resumed(checkpoints, args.resume, task.facts, state)
+    params, opt_state = on_every_device((state.params, state.opt_state))
+    state = State(params, opt_state, state.step)
     step = train_step(task.loss_of, tx, seed=args.seed, accumulate=args.accumulate)
     with Progress(args.steps, state.step, task.accuracy, Console()) as progress, stop_requested() as stop:
         recorder = Recorder(folder / "metrics.csv", task.columns, progress, state.step)

@@ -29,7 +29,7 @@ def train_step(loss_of: LossOf, tx: optax.GradientTransformation, *, seed: int, 
     """
 
     def step(params: Any, opt_state: Any, batch: Batch, number: jax.Array) -> tuple[Any, Any, dict[str, jax.Array]]:
-        key = jax.random.fold_in(jax.random.key(seed), number)
+        key = jax.random.fold_in(jax.random.key(seed, impl="rbg"), number)
         keys = jax.random.split(jax.random.fold_in(key, jax.lax.axis_index(AXIS)), accumulate)
         devices = jax.lax.psum(1, AXIS)
 
@@ -60,6 +60,12 @@ def _sum_over(micro_batch: Callable[..., Any], batch: Batch, keys: jax.Array) ->
         return jax.tree.map(jnp.add, total, micro_batch(*part)), None
 
     return jax.lax.scan(add, zeros, (batch, keys))[0]
+
+
+def on_every_device(tree: Any) -> Any:
+    """`tree` as `train_step` returns it; from any other placement its second call would compile a second time."""
+    devices = np.arange(jax.local_device_count())
+    return jax.pmap(lambda tree, _: tree, AXIS, in_axes=(None, 0), out_axes=None)(tree, devices)
 
 
 def split(batch: dict[str, np.ndarray], accumulate: int) -> Batch:
