@@ -8,7 +8,12 @@ from .skipping import apply_gradients as apply_gradients, skip_if_nonfinite as s
 from .master_weights import master_weights as master_weights
 from .recipe import mixed_precision as mixed_precision
 from .optimizers import bert_adam as bert_adam
-from .reading import loss_scale_of as loss_scale_of, metrics_of as metrics_of, stuck as stuck
+from .reading import (
+    loss_scale_of as loss_scale_of,
+    metrics_of as metrics_of,
+    stuck as stuck,
+    underflow_by_leaf as underflow_by_leaf,
+)
 from .report import nonfinite_report as nonfinite_report
 
 __version__ = "0.1.0"

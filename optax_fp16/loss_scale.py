@@ -11,6 +11,7 @@ from ._devices import Axes
 from ._messages import integer, number
 from ._reduce import global_norm, is_finite
 from ._tree import map_gradients, widened
+from .underflow import UnderflowState, checked_mode, fresh_underflow, watched
 
 FP32_MAX = float(jnp.finfo(jnp.float32).max)
 FP32_TINY = float(jnp.finfo(jnp.float32).tiny)
@@ -25,10 +26,12 @@ class DynamicLossScaleState(NamedTuple):
     steps_since_rescale: jax.Array  # i32[]: steps since the last growth or back-off, or since the start
     hysteresis_left: jax.Array  # i32[]: overflows that will still be forgiven, this one included
     overflows_at_floor: jax.Array  # i32[]: overflows in a row that found the scale at min_scale already
+    underflow: UnderflowState | None = None  # no leaf unless the link was made with underflow=
 
 
 class StaticLossScaleState(NamedTuple):
     loss_scale: jax.Array  # f32[]: never moves
+    underflow: UnderflowState | None = None  # no leaf unless the link was made with underflow=
 
 
 class ScaleRule(NamedTuple):
@@ -80,6 +83,7 @@ def next_loss_scale(state: DynamicLossScaleState, finite: jax.Array, rule: Scale
         steps_since_rescale=jnp.where(grow | back_off, zero, steps),
         hysteresis_left=jnp.where(grow, jnp.int32(rule.hysteresis), left),
         overflows_at_floor=jnp.where(at_floor, optax.safe_increment(state.overflows_at_floor), zero),
+        underflow=state.underflow,
     )
 
 
@@ -104,6 +108,7 @@ def dynamic_loss_scale(
     hysteresis: int = 1,
     min_scale: float = 1.0,
     max_scale: float = 2.0**24,
+    underflow: str | None = None,
     axis_name: Any = None,
     sharded: Any = False,
 ) -> LossScaleTransformation:
@@ -125,6 +130,7 @@ def dynamic_loss_scale(
       hysteresis: back off only from this many overflows on, counted since the last growth (not necessarily in a row).
       min_scale: S never falls below it; at the floor, overflowing steps are still skipped.
       max_scale: S never rises above it.
+      underflow: "total" or "per_leaf" keeps what share of the gradients was zero or subnormal in fp16, for `metrics_of`.
       axis_name: the axis of `pmap` or `shard_map` (or a tuple of them) whose devices must agree.
       sharded: whether each device holds different shards of the gradients: a bool, or a tree of bools or PartitionSpecs.
 
@@ -168,23 +174,26 @@ def dynamic_loss_scale(
             f"init_scale must be within [min_scale, max_scale] = [{rule.min_scale:g}, {rule.max_scale:g}], not {start:g}."
         )
 
+    mode = checked_mode(underflow)
+
     def init(params: Any) -> DynamicLossScaleState:
-        del params
         zeros = [jnp.zeros((), jnp.int32) for _ in range(5)]
-        state = DynamicLossScaleState(jnp.asarray(start, jnp.float32), *zeros)
+        state = DynamicLossScaleState(jnp.asarray(start, jnp.float32), *zeros, fresh_underflow(mode, params))
         return state._replace(hysteresis_left=jnp.asarray(rule.hysteresis, jnp.int32))
 
     return _link(init, lambda state, finite: next_loss_scale(state, finite, rule), Axes(axis_name, sharded))
 
 
-def static_loss_scale(scale: float, *, axis_name: Any = None, sharded: Any = False) -> LossScaleTransformation:
+def static_loss_scale(
+    scale: float, *, underflow: str | None = None, axis_name: Any = None, sharded: Any = False
+) -> LossScaleTransformation:
     """Divides the gradients by a loss scale that never moves, into fp32.
 
     ``g = fp32(gradients) / scale``. Inf and NaN go on to the next link.
 
     Args:
       scale: a positive number; a power of two divides without rounding.
-      axis_name, sharded: accepted as by `dynamic_loss_scale`, so that one can take the other's place.
+      underflow, axis_name, sharded: as for `dynamic_loss_scale`, so that one can take the other's place.
 
     Returns:
       A link for `optax.chain`. Its updates are fp32; its state is a `StaticLossScaleState`.
@@ -201,10 +210,10 @@ def static_loss_scale(scale: float, *, axis_name: Any = None, sharded: Any = Fal
       GluonNLP's `StaticLossScaler`.
     """
     fixed = _scale("scale", scale)
+    mode = checked_mode(underflow)
 
     def init(params: Any) -> StaticLossScaleState:
-        del params
-        return StaticLossScaleState(jnp.asarray(fixed, jnp.float32))
+        return StaticLossScaleState(jnp.asarray(fixed, jnp.float32), fresh_underflow(mode, params))
 
     return _link(init, lambda state, finite: state, Axes(axis_name, sharded))
 
@@ -218,7 +227,8 @@ def _link(init: Callable[..., Any], adjust: Callable[..., Any], axes: Axes) -> L
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         del params, extra
         unscaled = unscale(updates, state.loss_scale)
-        return unscaled, adjust(state, is_finite(global_norm(unscaled, axes)))
+        adjusted = adjust(state, is_finite(global_norm(unscaled, axes)))
+        return unscaled, watched(adjusted, updates, state.loss_scale, axes)
 
     return LossScaleTransformation(init, update, adjust)
 

@@ -6,9 +6,11 @@ import jax
 import jax.numpy as jnp
 
 from ._messages import integer, is_traced
+from ._tree import is_gradient, path_words
 from .clipping import ClipByGlobalNormState
 from .loss_scale import DynamicLossScaleState, StaticLossScaleState
 from .skipping import SkipIfNonfiniteState
+from .underflow import UnderflowState
 
 _SCALES = (DynamicLossScaleState, StaticLossScaleState)
 
@@ -89,6 +91,9 @@ def metrics_of(opt_state: Any) -> dict[str, jax.Array]:
       - `clip_ratio`: f32[], what clipping divided them by, 1 or more; Inf when the norm wasn't finite.
       - `grads_finite`: bool[], whether the last step was applied.
       - `applied_total`, `skipped_total`, `skipped_in_a_row`: i32[], steps counted.
+      - `underflow_share`: f32[], with `underflow=` only: what share of the last gradients was zero or subnormal in fp16.
+      - `underflow_zero_share`: f32[], likewise: those of them that were zero, or would be in fp16.
+      - `underflow_free_scale`: f32[], likewise: the scale at which none but the zeros would be either; 0 if all are zero.
 
     Raises:
       ValueError: when nothing of ours is in the state, or two loss scales that differ.
@@ -108,6 +113,8 @@ def metrics_of(opt_state: Any) -> dict[str, jax.Array]:
     dynamic = [state for _, state in scales if isinstance(state, DynamicLossScaleState)]
     for field in ("steps_since_rescale", "overflows_at_floor") if dynamic else ():
         metrics[field] = _value(getattr(dynamic[0], field))
+    for field in UnderflowState._fields[:3] if scales and scales[0][1].underflow is not None else ():
+        metrics[field] = _value(getattr(scales[0][1].underflow, field))
     # The search doesn't look inside what it finds: a clip in the list is one outside of every guard.
     outermost = [state for _, state in _found(opt_state, (SkipIfNonfiniteState, ClipByGlobalNormState))]
     guards = [state for state in outermost if isinstance(state, SkipIfNonfiniteState)]
@@ -135,6 +142,51 @@ def _guard_metrics(guard: SkipIfNonfiniteState) -> dict[str, jax.Array]:
 
 def _clip_metrics(clip: ClipByGlobalNormState) -> dict[str, jax.Array]:
     return {"grad_norm": _value(clip.norm_before_clip), "clip_ratio": _value(clip.clip_ratio)}
+
+
+def underflow_by_leaf(opt_state: Any, params: Any) -> dict[str, dict[str, float]]:
+    """Which parameters' gradients are too small for fp16: of a loss scale made with `underflow="per_leaf"`.
+
+    ``share = #(|g·S| < 2^-14) / entries``, ``free_scale = S · 2^ceil(log2(2^-14 / min |g·S| > 0))`` in the last step. It waits
+    for the device: call it when you log, not at every step.
+
+    Args:
+      opt_state: any optimizer state with such a loss scale in it.
+      params: the parameters, for the names of the leaves.
+
+    Returns:
+      For each leaf, by path: `share`, of its entries that were zero or subnormal in fp16; and `free_scale`, the scale at which
+      none but the zeros would be, 0 for a leaf of zeros.
+
+    Raises:
+      ValueError: when the state keeps nothing by leaf, or has other leaves than the parameters.
+
+    >>> import jax.numpy as jnp
+    >>> tx = optax_fp16.dynamic_loss_scale(8.0, underflow="per_leaf")
+    >>> params = {"bias": jnp.zeros(2), "kernel": jnp.zeros(2)}
+    >>> scaled_grads = {"bias": jnp.array([2.0**-15, 1.0]), "kernel": jnp.ones(2)}
+    >>> updates, state = tx.update(scaled_grads, tx.init(params))
+    >>> print(underflow_by_leaf(state, params)["bias"])
+    {'share': 0.5, 'free_scale': 16.0}
+
+    References:
+      Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.2.
+    """
+    kept = [state.underflow for _, state in _found(opt_state, _SCALES) if state.underflow is not None]
+    if not kept or kept[0].underflow_by_leaf is None:
+        raise ValueError(
+            "the state keeps no underflow by leaf: make the loss scale with "
+            'optax_fp16.dynamic_loss_scale(underflow="per_leaf").'
+        )
+    rows = jax.device_get(_value(kept[0].underflow_by_leaf))
+    rows = rows[0] if rows.ndim == 3 else rows  # stacked by pmap: every device has the same
+    paths = [path_words(path) for path, leaf in jax.tree_util.tree_leaves_with_path(params) if is_gradient(leaf)]
+    if len(paths) != len(rows):
+        raise ValueError(f"params has {len(paths)} leaves with gradients, and the state was made for {len(rows)}.")
+    return {
+        path: {"share": float(share), "free_scale": float(free)}
+        for path, (share, free) in zip(paths, rows, strict=True)
+    }
 
 
 def stuck(opt_state: Any, patience: int = 50) -> str | None:

@@ -21,6 +21,7 @@ from .skipping import (
     guarded_update,
     refuse_inner_loss_scale,
 )
+from .underflow import watched
 
 
 class MixedPrecisionState(NamedTuple):
@@ -113,7 +114,7 @@ def _step(
     guard = state.guard_state
     new, inner_state = guarded(knobs.inner, finite, ready, guard.inner_state, params, extra)
     return new, MixedPrecisionState(
-        knobs.scale.adjust(state.scale_state, finite),
+        watched(knobs.scale.adjust(state.scale_state, finite), grads, scale, knobs.axes),
         clip_record(norm, limit),
         counted(guard, inner_state, norm, finite),
     )

@@ -1,0 +1,125 @@
+"""How much of the gradients is too small for fp16 at the current loss scale."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ._devices import Axes, in_force
+from ._messages import one_of
+from ._tree import gradient_leaves, is_gradient, widened
+
+SMALLEST_NORMAL = 2.0**-14
+ROUNDS_TO_ZERO = 2.0**-25  # half of fp16's smallest number; a tie goes to zero
+FP32_MAX = float(jnp.finfo(jnp.float32).max)
+
+
+class UnderflowState(NamedTuple):
+    """What became of small gradients in the last backward pass: in total, and leaf by leaf if asked for."""
+
+    underflow_share: jax.Array  # f32[]: entries that are zero or subnormal in fp16, out of all
+    underflow_zero_share: jax.Array  # f32[]: those of them that are zero
+    underflow_free_scale: jax.Array  # f32[]: the smallest power of two times the scale at which no non-zero one is
+    underflow_by_leaf: jax.Array | None  # f32[leaves, 2], the share and the free scale of each, or None
+
+
+def checked_mode(underflow: Any) -> str | None:
+    return one_of("underflow", underflow, (None, "total", "per_leaf"))
+
+
+def fresh_underflow(mode: str | None, params: Any) -> UnderflowState | None:
+    """The state before the first step: None costs nothing, "total" three numbers, "per_leaf" two more for each leaf.
+
+    Raises:
+      ValueError: for "per_leaf" without parameters, which say how many leaves there are.
+    """
+    if mode is None:
+        return None
+    if mode == "per_leaf" and params is None:
+        raise ValueError('underflow="per_leaf" needs the parameters at init: call tx.init(params), not tx.init(None).')
+    total = [jnp.zeros((), jnp.float32) for _ in range(3)]
+    by_leaf = jnp.zeros((len(gradient_leaves(params)), 2), jnp.float32) if mode == "per_leaf" else None
+    return UnderflowState(*total, by_leaf)
+
+
+class _Counts(NamedTuple):
+    entries: jax.Array  # f32[leaves]
+    zeros: jax.Array  # f32[leaves]
+    low: jax.Array  # f32[leaves]: zeros and subnormals
+    smallest: jax.Array  # f32[leaves]: the smallest magnitude above zero, Inf if there is none
+
+
+def watched(scale_state: Any, grads: Any, scale: jax.Array, axes: Axes) -> Any:
+    """A loss scale's state after a step, with what the step says about underflow, if it is to be kept.
+
+    ::
+
+        x = fp32(gradient of the scaled loss)
+        low = #(|x| < 2^-14);    zero = #(|x| <= 2^-25);    m = min |x| > 0
+        share = low / entries;   zero_share = zero / entries;   free_scale = S · 2^ceil(log2(2^-14 / m))
+
+    Args:
+      scale_state: a DynamicLossScaleState or StaticLossScaleState; without underflow it comes back as it is.
+      grads: gradients of the scaled loss, as they came.
+      scale: f32[], the scale of their forward pass.
+      axes: over which devices they are spread.
+    """
+    state = scale_state.underflow
+    if state is None or not gradient_leaves(grads):
+        return scale_state
+    counts = _counted(grads, in_force(axes))
+    free = _free_scale(counts.smallest, scale)
+    entries = jnp.maximum(counts.entries, 1)
+    total = jnp.maximum(jnp.sum(counts.entries), 1)
+    by_leaf = state.underflow_by_leaf
+    if by_leaf is not None:
+        now = jnp.stack([counts.low / entries, free], axis=1)
+        if now.shape != by_leaf.shape:
+            raise ValueError(
+                f'underflow="per_leaf" began with {by_leaf.shape[0]} leaves and is given gradients of {now.shape[0]}: '
+                "give tx.init the parameters that you differentiate by."
+            )
+        by_leaf = now
+    new = UnderflowState(jnp.sum(counts.low) / total, jnp.sum(counts.zeros) / total, jnp.max(free), by_leaf)
+    return scale_state._replace(underflow=new)
+
+
+def _counted(grads: Any, axes: Axes) -> _Counts:
+    """The counts of each gradient over all devices: one sum and one minimum for each way of being spread."""
+    pairs = zip(jax.tree.leaves(grads), axes.of_leaves(grads), strict=True)
+    parts = [(leaf, shards) for leaf, shards in pairs if is_gradient(leaf)]
+    counts: list[Any] = [None] * len(parts)
+    for shards in {shards for _, shards in parts}:
+        own = [index for index, (_, other) in enumerate(parts) if other == shards]
+        sums = jnp.stack([_leaf_counts(parts[index][0]) for index in own])
+        smallest = jnp.stack([_smallest(parts[index][0]) for index in own])
+        if shards:
+            names = tuple(sorted(shards))
+            sums, smallest = jax.lax.psum(sums, names), jax.lax.pmin(smallest, names)
+        for place, index in enumerate(own):
+            counts[index] = (*sums[place], smallest[place])
+    return _Counts(*(jnp.stack(column) for column in zip(*counts, strict=True)))
+
+
+def _magnitude(leaf: Any) -> jax.Array:
+    wide = widened(leaf)
+    return jnp.abs(jnp.stack([wide.real, wide.imag]) if jnp.iscomplexobj(wide) else wide)
+
+
+def _leaf_counts(leaf: Any) -> jax.Array:
+    """f32[3]: entries, zeros in fp16, and zeros and subnormals; the parts of a complex number count apart."""
+    size = _magnitude(leaf)
+    kinds = (size <= ROUNDS_TO_ZERO, size < SMALLEST_NORMAL)
+    return jnp.stack([jnp.float32(size.size), *(jnp.sum(kind, dtype=jnp.uint32).astype(jnp.float32) for kind in kinds)])
+
+
+def _smallest(leaf: Any) -> jax.Array:
+    size = _magnitude(leaf)
+    return jnp.min(jnp.where(size > 0, size, jnp.inf), initial=jnp.inf).astype(jnp.float32)
+
+
+def _free_scale(smallest: jax.Array, scale: jax.Array) -> jax.Array:
+    """f32: 0 where there is nothing but zeros, from which no scale can be read."""
+    _, exponent = jnp.frexp(smallest)  # smallest = f · 2^exponent with f in [0.5, 1)
+    needed = jnp.minimum(jnp.ldexp(scale, -13 - exponent), jnp.float32(FP32_MAX))
+    return jnp.where(jnp.isfinite(smallest), needed, jnp.float32(0))
