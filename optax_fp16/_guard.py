@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ._devices import in_manual_axes
 from ._messages import is_traced, shown
@@ -47,14 +48,30 @@ def zeros_like(shapes: Tree) -> Tree:
 
 def _zero(leaf: Any) -> Any:
     dtype = getattr(leaf, "dtype", None)
-    if dtype is None or dtype == jax.dtypes.float0 or jnp.issubdtype(dtype, jax.dtypes.extended):
+    if dtype is None:
         return leaf
+    if dtype == jax.dtypes.float0:
+        return np.zeros(leaf.shape, dtype)
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        return _zero_key(leaf)
     # On an Explicit mesh the type says how a leaf is sharded, and the zeros must have the same one.
     mesh = getattr(getattr(leaf, "sharding", None), "mesh", None)
     if isinstance(leaf, jax.ShapeDtypeStruct) and mesh is not None:
         with jax.sharding.use_abstract_mesh(mesh):
             return jnp.zeros_like(leaf)
     return jnp.zeros_like(leaf)
+
+
+def _zero_key(leaf: Any) -> jax.Array:
+    """A key of the leaf's kind: among updates it is no number to add, and only its type has to fit."""
+    kinds = []
+
+    def data(key: jax.Array) -> jax.Array:
+        kinds.append(jax.random.key_impl(key))
+        return jax.random.key_data(key)
+
+    shape = jax.eval_shape(data, leaf)
+    return jax.random.wrap_key_data(jnp.zeros(shape.shape, shape.dtype), impl=kinds[0])
 
 
 def _unplaced(shapes: Tree) -> Tree:

@@ -54,7 +54,9 @@ def checked_inner(inner: Any) -> Any:
 
 
 class MasterWeightsState(NamedTuple):
-    master_params: Any  # fp32 copies of the half-precision params; MaskedNode where the param itself is fp32
+    master_params: (
+        Any  # fp32 copies of the half-precision params, or their int16 remainders; MaskedNode for an fp32 one
+    )
     master_inner_state: Any  # the state of `inner`, for fp32 params
 
 
