@@ -88,6 +88,6 @@ def value_and_grad(
 
 
 def _check_argnums(argnums: Any) -> None:
-    for number in argnums if isinstance(argnums, (tuple, list)) else (argnums,):
-        if isinstance(number, bool) or not isinstance(number, SupportsIndex):
-            raise TypeError(f"argnums must be the position of an argument, or a tuple of them, not {shown(argnums)}.")
+    numbers = argnums if isinstance(argnums, (tuple, list)) else (argnums,)
+    if not numbers or any(isinstance(number, bool) or not isinstance(number, SupportsIndex) for number in numbers):
+        raise TypeError(f"argnums must be the position of an argument, or a tuple of them, not {shown(argnums)}.")
