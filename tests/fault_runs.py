@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.flatten_util import ravel_pytree
 from jax.sharding import PartitionSpec as P
 
 import optax_fp16 as fp16
@@ -127,17 +128,18 @@ def train_step(tx: Any, carry: Any, faults: Faults, key: jax.Array) -> tuple[Any
     grads_of = jax.vmap(lambda x, y: fp16.value_and_grad(loss_of, state)(params, x, y)[1])
     grads = with_faults(grads_of(inputs, targets), faults)
     finite = all_finite(grads)
-    total = jax.tree.map(lambda g: g.astype(jnp.float32).mean(0), grads)
-    mean = fp16.pmean_gradients(total, "data")
-    new_params, new_state = fp16.apply_gradients(tx, mean, state, params)
+    # One vector travels: small collectives are what a step costs here.
+    total, unravel = ravel_pytree(jax.tree.map(lambda g: g.astype(jnp.float32).mean(0), grads))
+    new_params, new_state = fp16.apply_gradients(tx, unravel(fp16.pmean_gradients(total, "data")), state, params)
     guard = new_state.guard_state
     bits = bits_of((new_params, new_state))
+    everywhere = jax.lax.all_gather(jnp.append(bits, finite.astype(jnp.uint32)), "data")
     kept = (params, state.guard_state.inner_state)
     record = Record(
-        came_finite=jax.lax.pmin(finite.astype(jnp.int32), "data") == 1,
+        came_finite=(everywhere[:, -1] == 1).all(),
         params_finite=all_finite(new_params),
         state_finite=all_finite((guard.inner_state, new_state.scale_state)),
-        devices_alike=(jax.lax.all_gather(bits, "data") == bits[None]).all(),
+        devices_alike=(everywhere[:, :-1] == bits[None]).all(),
         untouched=(bits_of(kept) == bits_of((new_params, guard.inner_state))).all(),
         scale=new_state.scale_state,
         **{
@@ -173,7 +175,7 @@ def run(seed: int, steps: int, layout: str, chunk: int = 500) -> tuple[Any, Reco
     records = []
     for start in range(0, steps, chunk):
         part = slice(start, start + chunk)
-        carry, record = compiled(carry, jax.tree.map(lambda leaf: leaf[part], faults), keys[part])
+        carry, record = compiled(carry, Faults(*(field[part] for field in faults)), keys[part])
         records.append(jax.device_get(record))
     return jax.device_get(carry[0]), jax.tree.map(lambda *parts: np.concatenate(parts, 1), *records), faults
 
