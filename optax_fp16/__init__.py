@@ -6,6 +6,7 @@ from .loss_scale import dynamic_loss_scale as dynamic_loss_scale, static_loss_sc
 from .clipping import clip_by_global_norm_fp32 as clip_by_global_norm_fp32, grad_global_norm as grad_global_norm
 from .skipping import apply_gradients as apply_gradients, skip_if_nonfinite as skip_if_nonfinite
 from .master_weights import master_weights as master_weights
+from .zero import distributed as distributed
 from .recipe import mixed_precision as mixed_precision
 from .optimizers import bert_adam as bert_adam
 from .reading import (

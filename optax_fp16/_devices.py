@@ -141,6 +141,11 @@ def _kind_of_axis(name: Any) -> str | None:
         return "compiler" if name in jax.sharding.get_abstract_mesh().axis_names else None
 
 
+def all_bound(names: Names) -> bool:
+    """Whether this is traced inside of the `pmap` or `shard_map` (or the named `vmap`) that the axes are of."""
+    return all(_kind_of_axis(name) in ("typed", "by hand") for name in names)
+
+
 class _Said:
     """A spec and where it stands, as a leaf: a PartitionSpec or None alone would be taken for a subtree."""
 
@@ -162,11 +167,11 @@ def _misfit(specs: Any, tree: Any) -> str:
     return "sharded doesn't fit the gradients: its tree must be a prefix of theirs, with the same kinds of containers."
 
 
-_declared: ContextVar["Axes | None"] = ContextVar("declared_shards", default=None)
+_declared: ContextVar["Axes | Both | None"] = ContextVar("declared_shards", default=None)
 
 
 @contextlib.contextmanager
-def shards_declared(axes: Axes) -> Iterator[None]:
+def shards_declared(axes: "Axes | Both") -> Iterator[None]:
     """While an inner transformation runs on a device's shards, its norms are taken as `axes` says."""
     token = _declared.set(axes)
     try:
@@ -175,10 +180,10 @@ def shards_declared(axes: Axes) -> Iterator[None]:
         _declared.reset(token)
 
 
-class _Both:
-    """The axes that a transformation names itself, and the ones that are declared around it."""
+class Both:
+    """What two say together about the axes, such as a transformation itself and the one around it."""
 
-    def __init__(self, own: Axes, outer: Axes):
+    def __init__(self, own: Axes, outer: "Axes | Both"):
         self.own, self.outer = own, outer
         self.names = tuple(dict.fromkeys(own.names + outer.names))
 
@@ -187,10 +192,10 @@ class _Both:
         return [own | outer for own, outer in pairs]
 
 
-def in_force(axes: Axes) -> Any:
+def in_force(axes: Axes) -> "Axes | Both":
     """The axes of a transformation together with those declared around it, if it runs on a device's shards."""
     outer = _declared.get()
-    return axes if outer is None else _Both(axes, outer)
+    return axes if outer is None else Both(axes, outer)
 
 
 def my_index(names: frozenset[Any]) -> jax.Array:

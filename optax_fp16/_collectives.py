@@ -1,0 +1,68 @@
+"""What travels between the devices of the distributed optimizer, leaf by leaf."""
+
+import inspect
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ._devices import axes_are_typed, varying_axes
+from ._layout import Split
+from ._tree import widened
+
+# JAX 0.10 gathers into a value that the types know to be the same on every device; before, only a psum does.
+_GATHERS_INVARIANT = "to" in inspect.signature(jax.lax.all_gather).parameters
+
+
+def scattered_mean(leaf: jax.Array, split: Split, names: tuple[Any, ...], dtype: Any) -> jax.Array:
+    """f32: this device's part of the mean over devices of a gradient, which travels in `dtype` (None: fp32).
+
+    The division comes before the sum, so that the sum of N halves below 65504 / N can't overflow.
+    """
+    wide = widened(leaf)
+    if not varying_axes(leaf) & set(names) and axes_are_typed(names[0]):
+        return own_part(wide, split, names)  # its type says that it is the same everywhere, so it is its own mean
+    share = wide / jax.lax.axis_size(names)
+    travelling = share.astype(dtype) if dtype is not None and not jnp.iscomplexobj(share) else share
+    if split.dim is None:
+        return jax.lax.psum(travelling, names).astype(wide.dtype)
+    padded = _padded(travelling, split, jax.lax.axis_size(names))
+    part = jax.lax.psum_scatter(padded, names, scatter_dimension=split.dim, tiled=True)
+    return part.astype(wide.dtype)
+
+
+def own_part(leaf: jax.Array, split: Split, names: tuple[Any, ...]) -> jax.Array:
+    """This device's part of an array that every device has."""
+    if split.dim is None:
+        return leaf
+    padded = _padded(leaf, split, jax.lax.axis_size(names))
+    start = jnp.asarray(jax.lax.axis_index(names), jnp.int32) * split.part
+    return jax.lax.dynamic_slice_in_dim(padded, start, split.part, axis=split.dim)
+
+
+def gathered(part: jax.Array, split: Split, names: tuple[Any, ...]) -> jax.Array:
+    """The whole array from every device's part, the same on every device, and known by its type to be."""
+    if split.dim is None:
+        return part
+    if not axes_are_typed(names[0]):
+        whole = jax.lax.all_gather(part, names, axis=split.dim, tiled=True)
+    elif _GATHERS_INVARIANT:
+        whole = jax.lax.all_gather(part, names, axis=split.dim, tiled=True, to="invarying")
+    else:
+        whole = _gathered_by_sum(part, split, names)
+    return jax.lax.slice_in_dim(whole, 0, split.length, axis=split.dim)
+
+
+def _gathered_by_sum(part: jax.Array, split: Split, names: tuple[Any, ...]) -> jax.Array:
+    count = jax.lax.axis_size(names)
+    shape = (*part.shape[: split.dim], split.part * count, *part.shape[split.dim + 1 :])
+    start = jnp.asarray(jax.lax.axis_index(names), jnp.int32) * split.part
+    placed = jax.lax.dynamic_update_slice_in_dim(jnp.zeros(shape, part.dtype), part, start, axis=split.dim)
+    return jax.lax.psum(placed, names)
+
+
+def _padded(leaf: jax.Array, split: Split, count: int) -> jax.Array:
+    missing = split.part * count - split.length
+    if not missing:
+        return leaf
+    return jnp.pad(leaf, [(0, missing if dim == split.dim else 0) for dim in range(leaf.ndim)])

@@ -1,0 +1,87 @@
+"""Which dimension of an array is split over the devices, as data that knows nothing of optimizers."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import PartitionSpec
+
+from ._tree import is_gradient
+
+
+class Split(NamedTuple):
+    """How one array is spread over N devices: every device has `part` entries along dimension `dim`."""
+
+    dim: int | None  # None: every device has the whole array
+    length: int = 0  # entries along the dimension
+    part: int = 0  # of them on each device, the last ones padding where N doesn't divide the length
+
+
+WHOLE = Split(None)
+
+
+def split_of(shape: Sequence[int], count: int, *, even: bool = False) -> Split:
+    """The split that leaves least on each device; of equals, the one along the first dimension.
+
+    Where no dimension divides, padding one costs `ceil(length / N)` rows on each device and leaving the array whole costs all
+    of them, so only arrays of one entry stay whole.
+
+    Args:
+      shape: of the array.
+      count: N.
+      even: no padding: whole instead.
+    """
+    best, least = WHOLE, _size(shape)
+    for dim, length in enumerate(shape):
+        if not length or (even and length % count):
+            continue
+        part = -(-length // count)
+        entries = _size(shape) // length * part
+        if entries < least:
+            best, least = Split(dim, length, part), entries
+    return best
+
+
+def splits_of(tree: Any, count: int) -> list[Split]:
+    """For each leaf of the tree, in order; leaves that aren't gradients stay whole."""
+    return [split_of(leaf.shape, count) if is_gradient(leaf) else WHOLE for leaf in jax.tree.leaves(tree)]
+
+
+def parts_of(tree: Any, count: int) -> Any:
+    """The tree of shapes that one of `count` devices holds of a tree of arrays or shapes."""
+    leaves, structure = jax.tree.flatten(tree)
+    splits = splits_of(tree, count)
+    return structure.unflatten([_part(leaf, split) for leaf, split in zip(leaves, splits, strict=True)])
+
+
+def _part(leaf: Any, split: Split) -> Any:
+    if split.dim is None:
+        return leaf
+    return jax.ShapeDtypeStruct(replaced(leaf.shape, split.dim, split.part), leaf.dtype)
+
+
+def replaced(shape: Sequence[int], dim: int, length: int) -> tuple[int, ...]:
+    return (*shape[:dim], length, *shape[dim + 1 :])
+
+
+def _size(shape: Sequence[int]) -> int:
+    size = 1
+    for length in shape:
+        size *= length
+    return size
+
+
+def names_at(spec: PartitionSpec | None, dim: int) -> tuple[str, ...]:
+    """The mesh axes over which a spec splits a dimension, the major one first."""
+    part = spec[dim] if spec is not None and dim < len(spec) else None
+    if part is None or part is PartitionSpec.UNCONSTRAINED:
+        return ()
+    return part if isinstance(part, tuple) else (part,)
+
+
+def spec_from(names: Sequence[Sequence[str]]) -> PartitionSpec:
+    """A PartitionSpec from the axes at each dimension, without the trailing Nones that compare unequal."""
+    parts: list[Any] = [tuple(each) if len(each) > 1 else each[0] if each else None for each in names]
+    while parts and parts[-1] is None:
+        parts.pop()
+    return PartitionSpec(*parts)

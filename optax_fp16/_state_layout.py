@@ -1,0 +1,224 @@
+"""Where each array of a distributed optimizer's state lies, found by comparing shapes: no optimizer needs to be known."""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from ._layout import names_at, parts_of, replaced, spec_from
+from ._messages import integer, shown
+
+Devices = Mesh | int
+
+
+class StateBytes(NamedTuple):
+    """What a state costs; see `distributed`."""
+
+    whole: int  # of the state on one device without `distributed`
+    per_device: int  # of a device's part
+    padding: int  # in the parts of all devices together, where a dimension doesn't divide
+    replicated: int  # in `per_device`, of arrays of one entry, which every device has
+
+
+class _Place(NamedTuple):
+    """One array of the state."""
+
+    whole: jax.ShapeDtypeStruct
+    spec: PartitionSpec
+    dim: int | None  # along which the data-parallel devices split it
+    length: int  # of that dimension, in each of `blocks` blocks that other axes split it into
+    part: int  # of it on each device
+    blocks: int
+
+
+class StateLayout:
+    """The layout of `init(params)` for parameters that `names` spread besides what `param_specs` say."""
+
+    def __init__(self, init: Callable[[Any], Any], names: tuple[str, ...], param_specs: Any):
+        self.init, self.names, self.param_specs = init, names, param_specs
+
+    def specs(self, params: Any, mesh: Mesh) -> Any:
+        structure, places, _ = self._places(params, mesh)
+        return structure.unflatten([place.spec for place in places])
+
+    def split(self, whole: Any, params: Any, devices: Devices) -> Any:
+        structure, places, count = self._places(params, devices)
+        leaves = _fitting(structure, whole, places)
+        padded = [_padded(leaf, place, count) for leaf, place in zip(leaves, places, strict=True)]
+        if isinstance(devices, Mesh):
+            placed = [NamedSharding(devices, place.spec) for place in places]
+            return structure.unflatten(jax.device_put(padded, placed))
+        return structure.unflatten([_stacked(leaf, place, count) for leaf, place in zip(padded, places, strict=True)])
+
+    def whole(self, state: Any, params: Any, devices: Devices) -> Any:
+        structure, places, count = self._places(params, devices)
+        leaves = structure.flatten_up_to(state)
+        if not isinstance(devices, Mesh):
+            leaves = [_unstacked(leaf, place) for leaf, place in zip(leaves, places, strict=True)]
+        return structure.unflatten([_unpadded(leaf, place, count) for leaf, place in zip(leaves, places, strict=True)])
+
+    def bytes(self, params: Any, devices: Devices) -> StateBytes:
+        _, places, count = self._places(params, devices)
+        whole = sum(_bytes(place.whole.shape, place.whole.dtype) for place in places)
+        per_device = padding = replicated = 0
+        for place in places:
+            local = _bytes(place.whole.shape, place.whole.dtype) // self._other_devices(place.spec, devices)
+            if place.dim is None:
+                replicated += local
+                per_device += local
+            else:
+                per_device += local // place.length * place.part
+                padding += local // place.length * (place.part * count - place.length)
+        return StateBytes(whole, per_device, padding, replicated)
+
+    def _other_devices(self, spec: PartitionSpec, devices: Devices) -> int:
+        names = [name for dim in range(len(spec)) for name in names_at(spec, dim) if name not in self.names]
+        return math.prod(devices.shape[name] for name in names) if isinstance(devices, Mesh) else 1
+
+    def _places(self, params: Any, devices: Devices) -> tuple[Any, list[_Place], int]:
+        """(structure of the state, place of each array, over how many devices it is split)."""
+        sizes, count = self._sizes(devices)
+        params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf)), params)
+        specs = _specs_of(self.param_specs, params)
+        local = _resized(params, specs, lambda name, length, path: _divided(length, sizes, name, path))
+        whole, structure = jax.tree.flatten(jax.eval_shape(self.init, params))
+        pairs = zip(
+            jax.tree.leaves(jax.eval_shape(self.init, local)),
+            jax.tree.leaves(jax.eval_shape(self.init, parts_of(local, count))),
+            strict=True,
+        )
+        split = [_differing(*pair) for pair in pairs]
+        others = list(dict.fromkeys(name for spec in specs for dim in range(len(spec)) for name in names_at(spec, dim)))
+        grown = [self._grown(params, specs, name, whole) for name in others]
+        places = []
+        for leaf, difference, dims in zip(
+            whole, split, zip(*grown, strict=True) if grown else [()] * len(whole), strict=True
+        ):
+            places.append(self._place(leaf, difference, dict(zip(others, dims, strict=True)), sizes))
+        return structure, places, count
+
+    def _place(self, leaf: Any, difference: Any, other_dims: dict[str, int | None], sizes: dict[str, int]) -> _Place:
+        dim, length, part = difference
+        names = [[name for name, own in other_dims.items() if own == each] for each in range(leaf.ndim)]
+        blocks = math.prod(sizes[name] for name in names[dim]) if dim is not None else 1
+        if dim is not None:
+            names[dim] += self.names
+        return _Place(leaf, spec_from(names), dim, length, part, blocks)
+
+    def _grown(self, params: Any, specs: list[PartitionSpec], axis: str, whole: list[Any]) -> list[int | None]:
+        """Along which dimension each array of the state follows what an axis splits: the one that grows with it."""
+        grown = _resized(params, specs, lambda name, length, path: 2 * length if name == axis else length)
+        return [
+            _differing(other, leaf)[0]
+            for leaf, other in zip(whole, jax.tree.leaves(jax.eval_shape(self.init, grown)), strict=True)
+        ]
+
+    def _sizes(self, devices: Devices) -> tuple[dict[str, int], int]:
+        if not isinstance(devices, Mesh):
+            return dict.fromkeys(self.names, 1), integer("devices", devices, low=1)
+        missing = [name for name in self.names if name not in devices.shape]
+        if missing:
+            raise ValueError(
+                f"the mesh has no axis {missing[0]!r}: its axes are {', '.join(map(repr, devices.shape))}. distributed was made "
+                f"for axis_name={shown(self.names)}."
+            )
+        return dict(devices.shape), math.prod(devices.shape[name] for name in self.names)
+
+
+def _specs_of(param_specs: Any, params: Any) -> list[PartitionSpec]:
+    """The PartitionSpec of each parameter, in order."""
+    if param_specs is None:
+        return [PartitionSpec()] * len(jax.tree.leaves(params))
+
+    def is_spec(leaf: Any) -> bool:
+        return isinstance(leaf, PartitionSpec)
+
+    spread = jax.tree.map(
+        lambda spec, part: [(spec, leaf) for leaf in jax.tree.leaves(part)], param_specs, params, is_leaf=is_spec
+    )
+    return [
+        spec for spec, _ in jax.tree.leaves(spread, is_leaf=lambda node: isinstance(node, tuple) and len(node) == 2)
+    ]
+
+
+def _resized(params: Any, specs: list[PartitionSpec], resize: Callable[[str, int, str], int]) -> Any:
+    """The parameters' shapes with `resize(axis, length, path)` where an axis splits a dimension."""
+    leaves, structure = jax.tree_util.tree_flatten_with_path(params)
+    new = []
+    for (path, leaf), spec in zip(leaves, specs, strict=True):
+        shape = leaf.shape
+        for dim in range(len(shape)):
+            for name in names_at(spec, dim):
+                shape = replaced(shape, dim, resize(name, shape[dim], jax.tree_util.keystr(path)))
+        new.append(jax.ShapeDtypeStruct(shape, leaf.dtype))
+    return structure.unflatten(new)
+
+
+def _divided(length: int, sizes: dict[str, int], name: str, path: str) -> int:
+    if name not in sizes:
+        raise ValueError(f"param_specs{path} names the axis {name!r}; the mesh has {', '.join(map(repr, sizes))}.")
+    if length % sizes[name]:
+        raise ValueError(
+            f"param_specs{path} splits {length} entries over the {sizes[name]} devices of {name!r}, unevenly."
+        )
+    return length // sizes[name]
+
+
+def _differing(one: Any, other: Any) -> tuple[int | None, int, int]:
+    """(dimension, length in one, length in the other) where two shapes differ."""
+    for dim, lengths in enumerate(zip(one.shape, other.shape, strict=True)):
+        if lengths[0] != lengths[1]:
+            return dim, *lengths
+    return None, 0, 0
+
+
+def _bytes(shape: tuple[int, ...], dtype: Any) -> int:
+    return math.prod(shape) * dtype.itemsize
+
+
+def _fitting(structure: Any, whole: Any, places: list[_Place]) -> list[Any]:
+    """The leaves of a whole state, after a look at their shapes."""
+    leaves = structure.flatten_up_to(whole)
+    for place, (path, leaf) in zip(places, jax.tree_util.tree_leaves_with_path(whole), strict=True):
+        if jnp.shape(leaf) != place.whole.shape:
+            raise ValueError(
+                f"state{jax.tree_util.keystr(path)} has shape {jnp.shape(leaf)}; in the whole state for these parameters it has "
+                f"{place.whole.shape}. Divide what init gives outside of the step, or what whole_state gave."
+            )
+    return leaves
+
+
+def _padded(leaf: Any, place: _Place, count: int) -> Any:
+    if place.dim is None or place.part * count == place.length:
+        return leaf
+    blocks = _blocked(leaf, place.dim, place.blocks)
+    missing = place.part * count - place.length
+    wide = jnp.pad(blocks, [(0, missing if dim == place.dim + 1 else 0) for dim in range(blocks.ndim)])
+    return wide.reshape(replaced(leaf.shape, place.dim, place.blocks * place.part * count))
+
+
+def _unpadded(leaf: Any, place: _Place, count: int) -> Any:
+    if place.dim is None or place.part * count == place.length:
+        return leaf
+    blocks = _blocked(leaf, place.dim, place.blocks)
+    return jax.lax.slice_in_dim(blocks, 0, place.length, axis=place.dim + 1).reshape(place.whole.shape)
+
+
+def _blocked(leaf: Any, dim: int, blocks: int) -> Any:
+    return jnp.reshape(leaf, (*leaf.shape[:dim], blocks, leaf.shape[dim] // blocks, *leaf.shape[dim + 1 :]))
+
+
+def _stacked(leaf: Any, place: _Place, count: int) -> Any:
+    """As `pmap` holds it: the devices along a new first axis."""
+    if place.dim is None:
+        return jnp.stack([leaf] * count)
+    return jnp.moveaxis(_blocked(leaf, place.dim, count), place.dim, 0)
+
+
+def _unstacked(leaf: Any, place: _Place) -> Any:
+    if place.dim is None:
+        return leaf[0]
+    return jnp.moveaxis(leaf, 0, place.dim).reshape(replaced(leaf.shape[1:], place.dim, leaf.shape[0] * place.part))
