@@ -54,12 +54,11 @@ def _zero(leaf: Any) -> Any:
         return np.zeros(leaf.shape, dtype)
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
         return _zero_key(leaf)
+    if not isinstance(leaf, jax.ShapeDtypeStruct) or leaf.sharding is None:
+        return jnp.zeros_like(leaf)
     # On an Explicit mesh the type says how a leaf is sharded, and the zeros must have the same one.
-    mesh = getattr(getattr(leaf, "sharding", None), "mesh", None)
-    if isinstance(leaf, jax.ShapeDtypeStruct) and mesh is not None:
-        with jax.sharding.use_abstract_mesh(mesh):
-            return jnp.zeros_like(leaf)
-    return jnp.zeros_like(leaf)
+    with jax.sharding.use_abstract_mesh(leaf.sharding.mesh):
+        return jnp.zeros_like(leaf)
 
 
 def _zero_key(leaf: Any) -> jax.Array:
