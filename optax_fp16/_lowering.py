@@ -1,0 +1,51 @@
+"""What is known only when a program is lowered: its platform, and whether its arrays are whole on each device."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+
+# How to reduce many arrays: each by itself, or as one where they lie whole in one device's memory.
+EACH, ON_CPU, ON_GPU = 0, 1, 2
+
+
+def arrays_are_whole(axis_context: Any) -> bool:
+    """Whether an array of the program is a buffer on one device: one device in all, or every mesh axis taken by hand.
+
+    Under sharded `jit` over several devices an array may lie in pieces, wherever the partitioner puts them, and whatever joins
+    arrays would first gather them.
+    """
+    if hasattr(axis_context, "manual_axes"):
+        return axis_context.manual_axes == frozenset(axis_context.mesh.axis_names)
+    return getattr(axis_context, "num_devices", 0) == 1
+
+
+def _lowering(strategy: int) -> Any:
+    def rule(ctx: Any) -> list[Any]:
+        chosen = strategy if arrays_are_whole(ctx.module_context.axis_context) else EACH
+        return [mlir.ir_constant(np.asarray(chosen, np.int32))]
+
+    return rule
+
+
+_strategy = Primitive("reduction_strategy")
+_strategy.def_impl(lambda: jnp.asarray(EACH, jnp.int32))
+_strategy.def_abstract_eval(lambda: jax.typeof(jax.ShapeDtypeStruct((), jnp.int32)))
+mlir.register_lowering(_strategy, _lowering(EACH))
+mlir.register_lowering(_strategy, _lowering(ON_CPU), platform="cpu")
+mlir.register_lowering(_strategy, _lowering(ON_GPU), platform="cuda")
+mlir.register_lowering(_strategy, _lowering(ON_GPU), platform="rocm")
+
+
+def mesh_is_shared() -> bool:
+    """Whether the trace itself knows that arrays may lie in pieces: a mesh in force of which the compiler has some axes."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return mesh.size > 1 and frozenset(mesh.manual_axes) != frozenset(mesh.axis_names)
+
+
+def reduction_strategy() -> jax.Array:
+    """i32[]: EACH, ON_CPU or ON_GPU; a constant by the time the program is compiled, so that a switch on it costs nothing."""
+    return _strategy.bind()
