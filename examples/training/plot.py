@@ -45,7 +45,7 @@ def draw(
     figure = Figure(figsize=(9, 7), layout="constrained")
     loss, scale, norm = figure.subplots(3, 1, sharex=True, height_ratios=[2, 1, 1])
     loss.plot(steps, metrics["loss"], color="tab:blue", alpha=0.25, linewidth=0.8)
-    loss.plot(steps, smoothed(metrics["loss"], 50), color="tab:blue", label="training, mean of 50 steps")
+    loss.plot(steps, smoothed(metrics["loss"], 20), color="tab:blue", label="training, mean of 20 steps")
     if validation is not None:
         loss.plot(steps[-1:], [validation], "o", color="tab:orange", label=f"validation, {validation:.2f}")
     for name, value in lines.items():
