@@ -78,9 +78,9 @@ def main():
     for kind, write in WRITERS.items():
         if not path_of(kind).exists():
             write(path_of(kind), known())
+            print(f"wrote {path_of(kind)}")
     # It names the folder it was written in, and only object stores need it.
     (path_of("orbax") / "commit_success.txt").unlink(missing_ok=True)
-            print(f"wrote {path_of(kind)}")
 
 
 if __name__ == "__main__":
