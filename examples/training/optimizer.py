@@ -24,6 +24,10 @@ def warmup_then_linear(peak: float, warmup_steps: int, total_steps: int) -> opta
     return schedule
 
 
+def schedule_of(args: argparse.Namespace) -> optax.Schedule:
+    return warmup_then_linear(args.learning_rate, round(args.warmup * args.steps), args.steps)
+
+
 def decayed(params: Any) -> Any:
     """True for the leaves that weight decay is for: neither a bias nor a LayerNorm's scale."""
 
@@ -42,13 +46,12 @@ def optimizer(
     half_params: bool = False,
 ) -> optax.GradientTransformation:
     """What `args` asks for, around an `adam`. A skipped step doesn't move the schedule: it counts inside the guard."""
-    schedule = warmup_then_linear(args.learning_rate, round(args.warmup * args.steps), args.steps)
     if args.loss_scale == DYNAMIC:
         scale = fp16.dynamic_loss_scale(args.init_scale, growth_interval=args.growth_interval, axis_name=axis_name)
     else:
         scale = fp16.static_loss_scale(args.loss_scale, axis_name=axis_name)
     return fp16.mixed_precision(
-        adam(schedule, eps=1e-6, weight_decay=args.weight_decay, mask=decayed),
+        adam(schedule_of(args), eps=1e-6, weight_decay=args.weight_decay, mask=decayed),
         max_norm=args.max_grad_norm or None,
         loss_scale=scale,
         half_params=half_params,

@@ -29,8 +29,7 @@ def train_step(loss_of: LossOf, tx: optax.GradientTransformation, *, seed: int, 
     """
 
     def step(params: Any, opt_state: Any, batch: Batch, number: jax.Array) -> tuple[Any, Any, dict[str, jax.Array]]:
-        key = jax.random.fold_in(jax.random.key(seed, impl="rbg"), number)
-        keys = jax.random.split(jax.random.fold_in(key, jax.lax.axis_index(AXIS)), accumulate)
+        keys = dropout_keys(seed, number, accumulate)
         devices = jax.lax.psum(1, AXIS)
 
         def share(params: Any, part: Batch, key: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -47,6 +46,12 @@ def train_step(loss_of: LossOf, tx: optax.GradientTransformation, *, seed: int, 
         return params, opt_state, {**jax.lax.psum(metrics, AXIS), **fp16.metrics_of(opt_state)}
 
     return jax.pmap(step, AXIS, in_axes=(None, None, 0, None), out_axes=(None, None, None), donate_argnums=(0, 1))
+
+
+def dropout_keys(seed: int, number: jax.Array, accumulate: int) -> jax.Array:
+    """A key for each micro-batch of the step on this device; of the generator that compiles in half the time."""
+    key = jax.random.fold_in(jax.random.key(seed, impl="rbg"), number)
+    return jax.random.split(jax.random.fold_in(key, jax.lax.axis_index(AXIS)), accumulate)
 
 
 def _sum_over(micro_batch: Callable[..., Any], batch: Batch, keys: jax.Array) -> Any:
