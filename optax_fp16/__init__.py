@@ -7,6 +7,7 @@ from .clipping import clip_by_global_norm_fp32 as clip_by_global_norm_fp32, grad
 from .skipping import apply_gradients as apply_gradients, skip_if_nonfinite as skip_if_nonfinite
 from .master_weights import master_weights as master_weights
 from .zero import distributed as distributed
+from .placing import zero_shardings as zero_shardings
 from .recipe import mixed_precision as mixed_precision
 from .optimizers import bert_adam as bert_adam
 from .reading import (

@@ -1,0 +1,93 @@
+"""What an NVIDIA GPU would run for a data-parallel step: compiled for four H100s on a machine without one."""
+
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import optax_fp16 as fp16
+from benchmarks.bench.compiled import compiled, gpu_mesh
+
+SHAPES = {"inner": (64, 256), "bias": (256,), "outer": (256, 64), "scale": (64,)}
+LARGEST = 64 * 256
+_COLLECTIVE = re.compile(r"= (.*?) (all-reduce|reduce-scatter|all-gather|all-to-all|collective-permute)(?:-start)?\(")
+
+
+def loss(params, x):
+    p = {name: leaf.astype(jnp.float16) for name, leaf in params.items()}
+    hidden = jax.nn.gelu(x @ p["inner"] + p["bias"][None])
+    return jnp.mean(jnp.square(hidden @ p["outer"] * p["scale"][None]).astype(jnp.float32))
+
+
+def collectives(program):
+    """(kind, dtypes that it carries, the most entries of one of its arrays) of every collective, in order of kind."""
+    found = []
+    for shapes, kind in _COLLECTIVE.findall(program.as_text()):
+        arrays = re.findall(r"\b([a-z]+\d+)\[([\d,]*)\]", shapes)
+        entries = [math.prod(int(length) for length in lengths.split(",") if length) for _, lengths in arrays]
+        found.append((kind, {dtype for dtype, _ in arrays}, max(entries)))
+    return sorted(found, key=lambda each: each[0])
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return Mesh(gpu_mesh("h100", 4).devices, ("data",))
+
+
+def placed(mesh, tree, specs):
+    """Shapes that lie on the mesh as the specs say."""
+    return jax.tree.map(
+        lambda leaf, spec: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec)),
+        tree,
+        specs if jax.tree.structure(specs) == jax.tree.structure(tree) else jax.tree.map(lambda _: specs, tree),
+    )
+
+
+@pytest.mark.slow
+def test_the_distributed_step_is_one_reduce_scatter_one_scalar_all_reduce_and_one_all_gather_in_half_precision(mesh):
+    params = {name: jax.ShapeDtypeStruct(shape, jnp.float16) for name, shape in SHAPES.items()}
+    recipe = fp16.mixed_precision(optax.adamw(1e-3), max_norm=1.0, half_params=True)
+    tx = fp16.distributed(recipe, "data", transport=jnp.float16)
+    specs, state = tx.state_specs(params, mesh), jax.eval_shape(tx.init, params)
+
+    def step(params, state, x):
+        own = jax.lax.pcast(params, "data", to="varying")
+        _, grads = fp16.value_and_grad(loss, state)(own, x)
+        return fp16.apply_gradients(tx, grads, state, params)
+
+    spread = jax.shard_map(step, mesh=mesh, in_specs=(P(), specs, P("data")), out_specs=(P(), specs))
+    x = jax.ShapeDtypeStruct((32, 64), jnp.float16, sharding=NamedSharding(mesh, P("data")))
+    program = compiled(spread, placed(mesh, params, P()), placed(mesh, state, specs), x, donate=(0, 1))
+    assert collectives(program) == [
+        ("all-gather", {"f16"}, LARGEST),
+        ("all-reduce", {"f32"}, 1),
+        ("reduce-scatter", {"f16"}, LARGEST),
+    ]
+
+
+@pytest.mark.slow
+def test_the_compiler_reduce_scatters_and_gathers_where_zero_shardings_place_the_state(mesh):
+    params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in SHAPES.items()}
+    tx = fp16.mixed_precision(optax.adamw(1e-3), max_norm=1.0)
+    state = jax.eval_shape(tx.init, params)
+    shardings, parts = fp16.zero_shardings(state, mesh, "data"), fp16.zero_shardings(params, mesh, "data")
+    whole = jax.tree.map(lambda _: NamedSharding(mesh, P()), params)
+
+    def step(params, state, x):
+        _, grads = fp16.value_and_grad(loss, state)(params, x)
+        grads = jax.lax.with_sharding_constraint(grads, parts)
+        params, state = fp16.apply_gradients(tx, grads, state, params)
+        return jax.lax.with_sharding_constraint(params, whole), jax.lax.with_sharding_constraint(state, shardings)
+
+    state = placed(mesh, state, jax.tree.map(lambda sharding: sharding.spec, shardings))
+    x = jax.ShapeDtypeStruct((32, 64), jnp.float16, sharding=NamedSharding(mesh, P("data")))
+    program = compiled(step, placed(mesh, params, P()), state, x, donate=(0, 1))
+    gather, reduce, scatter = collectives(program)
+    assert gather == ("all-gather", {"f32"}, LARGEST)
+    assert reduce == ("all-reduce", {"f32"}, 1)
+    assert (scatter[0], scatter[2]) == ("reduce-scatter", LARGEST)
