@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from ._devices import axes_are_typed, varying_axes
 from ._layout import Split
+from ._transport import arrived, to_travel
 from ._tree import widened
 
 # JAX 0.10 gathers into a value that the types know to be the same on every device; before, only a psum does.
@@ -15,20 +16,17 @@ _GATHERS_INVARIANT = "to" in inspect.signature(jax.lax.all_gather).parameters
 
 
 def scattered_mean(leaf: jax.Array, split: Split, names: tuple[Any, ...], dtype: Any) -> jax.Array:
-    """f32: this device's part of the mean over devices of a gradient, which travels in `dtype` (None: fp32).
-
-    The division comes before the sum, so that the sum of N halves below 65504 / N can't overflow.
-    """
-    wide = widened(leaf)
+    """f32: this device's part of the mean over devices of a gradient, which travels in `dtype` (None: fp32)."""
     if not varying_axes(leaf) & set(names) and axes_are_typed(names[0]):
-        return own_part(wide, split, names)  # its type says that it is the same everywhere, so it is its own mean
-    share = wide / jax.lax.axis_size(names)
-    travelling = share.astype(dtype) if dtype is not None and not jnp.iscomplexobj(share) else share
+        return own_part(
+            widened(leaf), split, names
+        )  # its type says that it is the same everywhere, so it is its own mean
+    count = jax.lax.axis_size(names)
+    travelling = to_travel(leaf, count, dtype)
     if split.dim is None:
-        return jax.lax.psum(travelling, names).astype(wide.dtype)
-    padded = _padded(travelling, split, jax.lax.axis_size(names))
-    part = jax.lax.psum_scatter(padded, names, scatter_dimension=split.dim, tiled=True)
-    return part.astype(wide.dtype)
+        return arrived(jax.lax.psum(travelling, names))
+    padded = _padded(travelling, split, count)
+    return arrived(jax.lax.psum_scatter(padded, names, scatter_dimension=split.dim, tiled=True))
 
 
 def own_part(leaf: jax.Array, split: Split, names: tuple[Any, ...]) -> jax.Array:

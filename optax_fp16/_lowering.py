@@ -1,5 +1,6 @@
 """What is known only when a program is lowered: its platform, and whether its arrays are whole on each device."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -40,10 +41,11 @@ mlir.register_lowering(_strategy, _lowering(ON_GPU), platform="cuda")
 mlir.register_lowering(_strategy, _lowering(ON_GPU), platform="rocm")
 
 
-def mesh_is_shared() -> bool:
-    """Whether the trace itself knows that arrays may lie in pieces: a mesh in force of which the compiler has some axes."""
-    mesh = jax.sharding.get_abstract_mesh()
-    return mesh.size > 1 and frozenset(mesh.manual_axes) != frozenset(mesh.axis_names)
+def mesh_is_shared(leaves: Sequence[Any] = ()) -> bool:
+    """Whether the trace itself knows that arrays may lie in pieces: a mesh in force, or in an array's type, of which the
+    compiler has some axes."""
+    meshes = [jax.sharding.get_abstract_mesh(), *(jax.typeof(leaf).sharding.mesh for leaf in leaves)]
+    return any(mesh.size > 1 and frozenset(mesh.manual_axes) != frozenset(mesh.axis_names) for mesh in meshes)
 
 
 def reduction_strategy() -> jax.Array:

@@ -63,7 +63,7 @@ def total_of(leaves: Sequence[Any]) -> jax.Array:
 
     Compiled for itself, so that a transformation that takes the norm of the same shapes again isn't traced again.
     """
-    if mesh_is_shared() or (len(leaves) < 2 and not any(map(_is_fp16, leaves))):
+    if mesh_is_shared(leaves) or (len(leaves) < 2 and not any(map(_is_fp16, leaves))):
         return _each(leaves)
     return jax.lax.switch(reduction_strategy(), (_each, _on_cpu, _on_gpu), leaves)
 

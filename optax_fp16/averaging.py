@@ -7,7 +7,8 @@ import jax.numpy as jnp
 
 from ._devices import Axes, device_count
 from ._messages import floating_dtype
-from ._tree import map_gradients, widened
+from ._transport import arrived, rounded_to, to_travel
+from ._tree import map_gradients
 
 
 def pmean_gradients(grads: Any, axis_name: Any, dtype: Any = None) -> Any:
@@ -15,8 +16,8 @@ def pmean_gradients(grads: Any, axis_name: Any, dtype: Any = None) -> Any:
 
     ::
 
-        dtype=None:    Σ fp32(g) / N
-        dtype=fp16:    Σ fp16(fp32(g) / N)      divided before it travels: a sum of N numbers below 65504 / N stays below 65504
+        dtype=None:    2 · Σ fp32(g) / 2N
+        dtype=fp16:    2 · Σ fp16(fp32(g) / 2N)     divided before it travels, so that the sum stays below 65504
 
     Args:
       grads: this device's own gradients, any tree; leaves that are no gradients come back as they are.
@@ -45,11 +46,7 @@ def pmean_gradients(grads: Any, axis_name: Any, dtype: Any = None) -> Any:
     count = device_count(frozenset(axes.names))
 
     def mean(leaf: Any) -> jax.Array:
-        wide = widened(leaf)
-        if travelling is None:
-            total = jax.lax.psum(wide, axes.names) / count
-        else:
-            total = jax.lax.psum((wide / count).astype(travelling), axes.names)
-        return total.astype(jnp.result_type(leaf))
+        total = jax.lax.psum(to_travel(leaf, count, travelling), axes.names)
+        return rounded_to(arrived(total), jnp.result_type(leaf))
 
     return map_gradients(mean, grads)
