@@ -24,6 +24,19 @@ def path_words(path: Any) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/") or "the gradient"
 
 
+def in_one_pass(*reductions: tuple[jax.Array, Callable[..., Any], Any]) -> list[jax.Array]:
+    """Several reductions of arrays of one shape to scalars, each (array, function, initial value), as one operation.
+
+    Written one by one they are compiled one by one, which takes longer, and on a CPU each goes over the memory again.
+    """
+    arrays, functions, initial = zip(*reductions, strict=True)
+
+    def together(a: Any, b: Any) -> Any:
+        return tuple(function(*pair) for function, *pair in zip(functions, a, b, strict=True))
+
+    return list(jax.lax.reduce(arrays, initial, together, tuple(range(arrays[0].ndim))))
+
+
 def map_gradients(function: Callable[..., Any], tree: Any, *rest: Any) -> Any:
     """`jax.tree.map` over the leaves that are gradients; the others come back as they are."""
     return jax.tree.map(lambda leaf, *others: function(leaf, *others) if is_gradient(leaf) else leaf, tree, *rest)

@@ -55,8 +55,10 @@ def exponent_histogram(
     scaled_exponents = np.arange(1, 255) + _ZERO + (0.0 if scaled else shift)
     for words, color, first, last in _fates(held):
         own = (scaled_exponents >= first) & (scaled_exponents < last) & (shares[1:-1] > 0)
+        if not own.any():
+            continue
         heights = shares[1:-1][own]
-        label = f"{words}: {heights.sum():.2%}"
+        label = f"{words}: {_percent(heights.sum())}"
         ax.bar(
             scaled_exponents[own] - shift, heights, width=1.0, align="edge", color=color, edgecolor="white", label=label
         )
@@ -71,10 +73,10 @@ def exponent_histogram(
     if scale != 1:
         ax.axvspan(*normal, color="black", alpha=0.1, zorder=0, label="normal range without a loss scale")
     ax.set_yscale("log")
-    ax.set_ylim(top=10 * shares[1:-1].max(initial=0.1))
+    ax.set_ylim(top=60 * shares[1:-1].max(initial=0.1))
     ax.xaxis.set_major_formatter(lambda value, _: f"$2^{{{value:.0f}}}$")
     ax.set(xlabel="magnitude of the true gradient", ylabel="share of the entries")
-    rest = f"{shares[0]:.2%} are zero" + (f", {shares[-1]:.2%} Inf or NaN" if shares[-1] else "")
+    rest = f"{_percent(shares[0])} are zero" + (f", {_percent(shares[-1])} Inf or NaN" if shares[-1] else "")
     ax.set_title(f"{total:,} gradient entries and {held.dtype}; {rest}", fontsize="medium")
     ax.legend(loc="upper left", fontsize="small", ncols=2)
     return ax
@@ -119,6 +121,10 @@ def _new_axes() -> Any:
             "optax_fp16.plot draws with matplotlib, which isn't installed: pip install 'optax_fp16[plot]', or matplotlib."
         ) from error
     return Figure(figsize=(9, 4.5), layout="constrained").subplots()
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.3g} %"
 
 
 def _power(scale: float) -> str:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ._messages import floating_dtype, is_traced, shown
-from ._tree import is_gradient, path_words, widened
+from ._tree import in_one_pass, is_gradient, path_words, widened
 
 _COUNTED = ("entries", "Inf", "NaN", "zero", "subnormal")
 
@@ -129,8 +129,8 @@ def _placed(column: int, text: str, width: int) -> str:
 @partial(jax.jit, static_argnums=1)
 def _looked_at(leaves: list[Any], tiny: float) -> tuple[list[jax.Array], list[jax.Array]]:
     """For each leaf: u32[5] counts (entries, Inf, NaN, zero, subnormal), and the largest and smallest finite magnitude."""
-    parts = [_parts(widened(leaf)) for leaf in leaves]
-    return [_counts(part, tiny) for part in parts], [_magnitudes(part) for part in parts]
+    found = [_leaf(_parts(widened(leaf)), tiny) for leaf in leaves]
+    return [counts for counts, _ in found], [magnitudes for _, magnitudes in found]
 
 
 def _parts(wide: jax.Array) -> jax.Array:
@@ -148,16 +148,14 @@ def _as_bits(number: float, like: jax.Array) -> Any:
     return np.asarray(number, like.dtype).view(f"u{like.dtype.itemsize}")[()]
 
 
-def _counts(wide: jax.Array, tiny: float) -> jax.Array:
+def _leaf(wide: jax.Array, tiny: float) -> tuple[jax.Array, jax.Array]:
     bits, infinity = _bits(wide), _as_bits(np.inf, wide)
+    zero = infinity - infinity
     kinds = (bits == infinity, bits > infinity, bits == 0, (bits > 0) & (bits < _as_bits(tiny, wide)))
-    counts = [jnp.sum(kind, dtype=jnp.uint32) for kind in kinds]
-    return jnp.stack([jnp.uint32(wide.size), *counts])
-
-
-def _magnitudes(wide: jax.Array) -> jax.Array:
-    bits, infinity = _bits(wide), _as_bits(np.inf, wide)
-    largest = jnp.max(jnp.where(bits < infinity, bits, 0), initial=0)
-    smallest = jnp.min(jnp.where(bits > 0, bits, infinity), initial=infinity)
-    pair = jnp.stack([largest, jnp.where(smallest == infinity, 0, smallest)])
-    return jax.lax.bitcast_convert_type(pair, wide.dtype)
+    *counts, largest, smallest = in_one_pass(
+        *((kind.astype(jnp.uint32), jnp.add, jnp.uint32(0)) for kind in kinds),
+        (jnp.where(bits < infinity, bits, zero), jnp.maximum, zero),
+        (jnp.where(bits > 0, bits, infinity), jnp.minimum, infinity),
+    )
+    magnitudes = jnp.stack([largest, jnp.where(smallest == infinity, zero, smallest)])
+    return jnp.stack([jnp.uint32(wide.size), *counts]), jax.lax.bitcast_convert_type(magnitudes, wide.dtype)

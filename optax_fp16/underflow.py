@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from ._devices import Axes, in_force
 from ._messages import one_of
-from ._tree import gradient_leaves, is_gradient, widened
+from ._tree import gradient_leaves, in_one_pass, is_gradient, widened
 
 SMALLEST_NORMAL = 2.0**-14
 ROUNDS_TO_ZERO = 2.0**-25  # half of fp16's smallest number; a tie goes to zero
@@ -91,8 +91,7 @@ def _counted(grads: Any, axes: Axes) -> _Counts:
     counts: list[Any] = [None] * len(parts)
     for shards in {shards for _, shards in parts}:
         own = [index for index, (_, other) in enumerate(parts) if other == shards]
-        sums = jnp.stack([_leaf_counts(parts[index][0]) for index in own])
-        smallest = jnp.stack([_smallest(parts[index][0]) for index in own])
+        sums, smallest = map(jnp.stack, zip(*(_leaf_counts(parts[index][0]) for index in own), strict=True))
         if shards:
             names = tuple(sorted(shards))
             sums, smallest = jax.lax.psum(sums, names), jax.lax.pmin(smallest, names)
@@ -101,21 +100,20 @@ def _counted(grads: Any, axes: Axes) -> _Counts:
     return _Counts(*(jnp.stack(column) for column in zip(*counts, strict=True)))
 
 
-def _magnitude(leaf: Any) -> jax.Array:
+def _leaf_counts(leaf: Any) -> tuple[jax.Array, jax.Array]:
+    """f32[3]: entries, zeros in fp16, zeros and subnormals; and f32[]: the smallest magnitude above zero.
+
+    The two parts of a complex number count apart.
+    """
     wide = widened(leaf)
-    return jnp.abs(jnp.stack([wide.real, wide.imag]) if jnp.iscomplexobj(wide) else wide)
-
-
-def _leaf_counts(leaf: Any) -> jax.Array:
-    """f32[3]: entries, zeros in fp16, and zeros and subnormals; the parts of a complex number count apart."""
-    size = _magnitude(leaf)
-    kinds = (size <= ROUNDS_TO_ZERO, size < SMALLEST_NORMAL)
-    return jnp.stack([jnp.float32(size.size), *(jnp.sum(kind, dtype=jnp.uint32).astype(jnp.float32) for kind in kinds)])
-
-
-def _smallest(leaf: Any) -> jax.Array:
-    size = _magnitude(leaf)
-    return jnp.min(jnp.where(size > 0, size, jnp.inf), initial=jnp.inf).astype(jnp.float32)
+    size = jnp.abs(jnp.stack([wide.real, wide.imag]) if jnp.iscomplexobj(wide) else wide).astype(jnp.float32)
+    zeros, low, smallest = in_one_pass(
+        ((size <= ROUNDS_TO_ZERO).astype(jnp.uint32), jnp.add, jnp.uint32(0)),
+        ((size < SMALLEST_NORMAL).astype(jnp.uint32), jnp.add, jnp.uint32(0)),
+        (jnp.where(size > 0, size, jnp.inf), jnp.minimum, jnp.float32(jnp.inf)),
+    )
+    counts = [jnp.asarray(count, jnp.float32) for count in (size.size, zeros, low)]
+    return jnp.stack(counts), smallest
 
 
 def _free_scale(smallest: jax.Array, scale: jax.Array) -> jax.Array:
