@@ -17,5 +17,6 @@ from .reading import (
     underflow_by_leaf as underflow_by_leaf,
 )
 from .report import nonfinite_report as nonfinite_report
+from . import migrate as migrate
 
 __version__ = "0.1.0"

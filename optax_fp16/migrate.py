@@ -117,16 +117,8 @@ def to_gluonnlp(knobs: Knobs, scale_state: DynamicLossScaleState, *, leave: Sequ
     >>> print(to_gluonnlp(knobs, optax_fp16.dynamic_loss_scale(**knobs).init(None))["loss_scale"])
     32768.0
     """
-    knobs = carried(
-        knobs,
-        scale_state,
-        "GluonNLP's DynamicLossScaler",
-        leave,
-        hysteresis=1,
-        min_scale=LOWEST,
-        max_scale=HIGHEST,
-        symmetric=True,
-    )
+    only: Knobs = {"hysteresis": 1, "min_scale": LOWEST, "max_scale": HIGHEST}
+    knobs = carried(knobs, scale_state, "GluonNLP's DynamicLossScaler", leave, symmetric=True, **only)
     streak, since = int(scale_state.finite_in_a_row), int(scale_state.steps_since_rescale)
     steps = max(streak, since)
     return {
