@@ -60,7 +60,8 @@ def metrics_without_times(run_dir):
 def killed(text, run_dir, cache, rng: random.Random):
     """Start or go on with the run in a process of its own, and kill it some moment after its first step.
 
-    Returns the exit status: that of SIGKILL, or 0 if the run was faster.
+    Returns the exit status, which is that of SIGKILL, or 0 if the run was faster; and whether a checkpoint was being
+    written when it died.
     """
     environment = os.environ | {
         "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'examples'}",
@@ -80,4 +81,4 @@ def killed(text, run_dir, cache, rng: random.Random):
         time.sleep(rng.uniform(0, 0.3))  # a step and a checkpoint take about as long
         process.send_signal(signal.SIGKILL)
         process.communicate()
-    return process.returncode
+    return process.returncode, any((Path(run_dir) / "checkpoints").glob("writing-*"))

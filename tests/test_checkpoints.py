@@ -7,6 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import optax_fp16 as fp16
@@ -129,6 +130,13 @@ def test_a_folder_that_became_read_only_costs_a_warning(tmp_path, capsys):
     assert "the run goes on, there is no earlier one" in capsys.readouterr().err
 
 
+def test_a_run_that_skips_every_step_is_told_so_when_it_saves(tmp_path, capsys):
+    tx = fp16.skip_if_nonfinite(optax.sgd(0.1))
+    state = tx.init({"kernel": jnp.zeros(2)})._replace(skipped_in_a_row=jnp.int32(70))
+    saver(Checkpoints(tmp_path, keep=2), FACTS)(State({"kernel": jnp.zeros(2)}, state, 4))
+    assert capsys.readouterr().err.startswith("warning: The last 70 steps were all skipped")
+
+
 def test_a_new_run_does_not_overwrite_another(checkpoints, tmp_path):
     with pytest.raises(InputError, match=r"holds the checkpoints of a run, up to step 3; add --resume"):
         refuse_to_overwrite(checkpoints)
@@ -168,6 +176,7 @@ def test_nothing_to_resume_yet_starts_at_step_0_and_says_so(tmp_path, capsys):
         ({"options": {"size": "mini", "seed": 1}}, "with --size tiny, not mini; write --size tiny"),
         ({"options": {"size": "tiny", "seed": 1}}, "with --seed 0, not 1; write --seed 0"),
         ({"options": {"size": "tiny", "seed": 0, "new_knob": 1}}, "with --new-knob None, not 1"),
+        ({"options": {"size": "tiny", "seed": 0, "text": "abc"}}, "is of a run on another --text; give the same"),
         ({"model": {"hidden_size": 8}}, "is of another model"),
     ],
 )

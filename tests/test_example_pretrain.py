@@ -13,7 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
-from pretraining_runs import (
+
+import pretrain_bert
+from tests.pretraining_runs import (
     STEPS,
     arguments,
     final_state,
@@ -22,8 +24,6 @@ from pretraining_runs import (
     metrics_without_times,
     small_text,
 )
-
-import pretrain_bert
 from text.batches import Batches
 from training import metrics
 
@@ -106,7 +106,7 @@ def test_ctrl_c_saves_and_the_command_it_prints_ends_where_the_straight_run_ends
 
 def test_a_run_killed_at_random_moments_ends_with_the_bits_of_the_straight_run(straight, text, cache, tmp_path):
     rng = random.Random(0)
-    statuses = [killed(text, tmp_path / "run", cache, rng) for _ in range(3)]
+    statuses = [killed(text, tmp_path / "run", cache, rng)[0] for _ in range(3)]
     assert -signal.SIGKILL in statuses
     status, _, err = in_this_process(*arguments(text, tmp_path / "run", "--resume"))
     assert status == 0, err

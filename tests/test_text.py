@@ -110,6 +110,12 @@ def test_the_default_text_fills_the_vocabulary_and_the_special_tokens_come_first
     assert [tokenizer.id_to_token(i) for i in range(5)] == list(wordpiece.SPECIAL)
 
 
+def test_a_vocabulary_without_room_for_the_characters_is_refused_with_the_least_it_needs():
+    assert wordpiece.train(["ab cd"], 12).get_vocab_size() <= 12
+    with pytest.raises(InputError, match=r"--vocab-size 10 has no room .* at least 11"):
+        wordpiece.train(["ab cd"], 10)
+
+
 def test_words_are_cut_into_the_longest_known_pieces(tokenizer):
     pieces = tokenizer.encode("contextmanagers", add_special_tokens=False).tokens
     assert "".join(piece.removeprefix("##") for piece in pieces) == "contextmanagers"

@@ -100,6 +100,14 @@ def test_bad_input_ends_with_status_2_and_one_line(capsys):
     assert capsys.readouterr().err == "error: the text is empty; give another\n"
 
 
+def test_a_failing_disk_ends_with_status_1_and_one_line(capsys):
+    def main(argv):
+        raise OSError(28, "No space left on device", "runs/run.png")
+
+    assert exit_status(main, []) == 1
+    assert capsys.readouterr().err == "error: [Errno 28] No space left on device: 'runs/run.png'\n"
+
+
 def test_ctrl_c_before_the_first_step_ends_with_status_130_and_one_line(capsys):
     def main(argv):
         raise KeyboardInterrupt

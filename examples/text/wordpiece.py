@@ -11,6 +11,8 @@ from collections.abc import Iterable, Sequence
 
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 
+from training.errors import InputError
+
 PAD, UNKNOWN, CLS, SEP, MASK = SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 FIRST_WORD_ID = len(SPECIAL)
 
@@ -32,10 +34,13 @@ def train(corpus: Sequence[str], size: int) -> Tokenizer:
     }
     characters = sorted({character for word in words for character in word})
     continuations = sorted({"##" + character for word in words for character in word[1:]})
+    alphabet = [*SPECIAL, *characters, *continuations]
+    if size < len(alphabet):
+        raise InputError(f"--vocab-size {size} has no room for the text's characters; give at least {len(alphabet)}")
     trainer = trainers.WordPieceTrainer(
         vocab_size=size,
         min_frequency=2,
-        special_tokens=[*SPECIAL, *characters, *continuations],
+        special_tokens=alphabet,
         initial_alphabet=characters,
         show_progress=False,
     )

@@ -9,12 +9,15 @@ class InputError(ValueError):
 
 
 def exit_status(main: Callable[[list[str] | None], int], argv: list[str] | None = None) -> int:
-    """Run `main(argv)` and turn its `InputError` into one line and status 2, a Ctrl-C into status 130."""
+    """Run `main(argv)`; an `InputError` ends in one line and status 2, a failing disk in status 1, a Ctrl-C in 130."""
     try:
         return main(argv)
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except OSError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("interrupted before there was anything to save", file=sys.stderr)
         return 130

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+import optax_fp16 as fp16
 from training.checkpoints import Checkpoints
 from training.recorder import Recorder
 
@@ -62,8 +63,12 @@ def saver(checkpoints: Checkpoints, facts: dict[str, Any]) -> Callable[[State], 
         if problem:
             last = checkpoints.steps()
             kept = f"{checkpoints.path(last[-1])} is still there" if last else "there is no earlier one"
-            print(
-                f"warning: step {state.step} could not be saved ({problem}); the run goes on, {kept}", file=sys.stderr
-            )
+            _warn(f"step {state.step} could not be saved ({problem}); the run goes on, {kept}")
+        if dead := fp16.stuck(state.opt_state):
+            _warn(dead)
 
     return save
+
+
+def _warn(message: str) -> None:
+    print(f"warning: {message}", file=sys.stderr)

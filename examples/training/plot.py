@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
-from matplotlib.figure import Figure
 
 _SKIPPED = "tab:red"
 
@@ -41,6 +40,8 @@ def draw(
       lines: losses to compare with, by their names: horizontal lines.
       validation: the validation loss at the end, if there is one.
     """
+    from matplotlib.figure import Figure  # here, since a program that starts or goes on needn't wait a second for it
+
     steps, skipped = metrics["step"], skipped_steps(metrics)
     figure = Figure(figsize=(9, 7), layout="constrained")
     loss, scale, norm = figure.subplots(3, 1, sharex=True, height_ratios=[2, 1, 1])
@@ -61,6 +62,8 @@ def draw(
     norm.plot(steps, applied, color="tab:purple", linewidth=0.8)
     if np.any(applied > 0):
         norm.set_yscale("log")
+        for formatter in (norm.yaxis.set_major_formatter, norm.yaxis.set_minor_formatter):
+            formatter(lambda value, _: f"{value:g}")
     norm.set(ylabel="gradient norm", xlabel=f"step ({len(skipped)} skipped: the red marks)")
     for axes in (scale, norm):
         for step in skipped:

@@ -29,6 +29,7 @@ _DECISIVE = (
     "init_scale",
     "growth_interval",
 )
+_CONTENT = ("text", "data")  # options that facts hold the digest of
 
 
 def facts_of(args: argparse.Namespace, task: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
@@ -78,6 +79,8 @@ def _check_same(saved: Mapping[str, Any], facts: Mapping[str, Any], name: str) -
     for option in sorted(options.keys() | given.keys(), key=lambda option: (option != "size", option)):
         if options.get(option) != given.get(option):
             dashed = "--" + option.replace("_", "-")
+            if option in _CONTENT:
+                raise InputError(f"the checkpoint {name} is of a run on another {dashed}; give the same as then")
             raise InputError(
                 f"the checkpoint {name} is of a run with {dashed} {options.get(option)}, not {given.get(option)}; "
                 f"write {dashed} {options.get(option)}, or start anew in another --run-dir without --resume"
