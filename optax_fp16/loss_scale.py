@@ -10,6 +10,7 @@ import optax
 from ._devices import Axes
 from ._messages import integer, number
 from ._reduce import global_norm, is_finite
+from ._scalars import read_at_once
 from ._tree import map_gradients, widened
 from .underflow import UnderflowState, checked_mode, fresh_underflow, watched
 
@@ -226,6 +227,7 @@ def _scale(name: str, value: Any) -> float:
 def _link(init: Callable[..., Any], adjust: Callable[..., Any], axes: Axes) -> LossScaleTransformation:
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         del params, extra
+        state = read_at_once(state)
         unscaled = unscale(updates, state.loss_scale)
         adjusted = adjust(state, is_finite(global_norm(unscaled, axes)))
         return unscaled, watched(adjusted, updates, state.loss_scale, axes)

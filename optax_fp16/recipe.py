@@ -9,6 +9,7 @@ from ._devices import Axes
 from ._inner import ApplyTransformation, checked_inner, init_inner
 from ._messages import boolean, is_traced, shown
 from ._reduce import global_norm, is_finite
+from ._scalars import read_at_once
 from ._tree import map_gradients, widened
 from .clipping import ClipByGlobalNormState, checked_max_norm, clip_factor, clip_record, fresh_clip
 from .loss_scale import LossScaleTransformation, dynamic_loss_scale, static_loss_scale
@@ -105,6 +106,7 @@ def mixed_precision(
 def _step(
     guarded: Any, knobs: _Knobs, grads: Any, state: MixedPrecisionState, params: Any, extra: Any
 ) -> tuple[Any, Any]:
+    state = read_at_once(state)
     scale = state.scale_state.loss_scale
     norm = global_norm(grads, knobs.axes) / scale
     finite = is_finite(norm)
