@@ -107,4 +107,12 @@ def _in_dtype(path: str, new: Any, old: Any) -> Any:
     dtype = getattr(old, "dtype", None) or jnp.result_type(old)
     if jnp.issubdtype(dtype, jax.dtypes.extended):
         return new
-    return jnp.asarray(new).astype(dtype)
+    return _placed_as(jnp.asarray(new).astype(dtype), old)
+
+
+def _placed_as(new: Any, old: Any) -> Any:
+    """On a mesh of Explicit axes, the array where its predecessor lies, which is a part of its type there."""
+    where = jax.typeof(old).sharding if hasattr(old, "dtype") else None
+    if where is None or where == jax.typeof(new).sharding or not where.mesh.explicit_axes:
+        return new
+    return jax.reshard(new, where if is_traced(new) else old.sharding)
