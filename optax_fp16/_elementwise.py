@@ -46,7 +46,7 @@ def whole_array_computations(update: Any, names: Sequence[str], *args: Any, axis
 
 
 def _is_array(variable: Any) -> bool:
-    return getattr(variable.aval, "size", 1) > 1
+    return len(getattr(variable.aval, "shape", ())) > 0
 
 
 def _followed(jaxpr: Jaxpr, inputs: Sequence[int], names: frozenset[str], culprits: list[str]) -> list[int]:

@@ -4,24 +4,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_fp16 as fp16
+from bert import SIZES, BertConfig, BertForPreTraining
+from optax_fp16._layout import split_of
 from tests.meshes import WAYS, mesh
 
-# Along the second dimension, the first, padded along the second, padded, whole, whole.
-SHAPES = {"wide": (6, 8), "tall": (8, 3), "odd": (5, 3), "bias": (3,), "scalar": (), "one": (1,)}
+# On four devices: along the first dimension, padded along the second, padded, whole.
+SHAPES = {"even": (8, 3), "odd": (5, 3), "bias": (3,), "scalar": ()}
 
 
 def parameters(dtype=np.float32, shapes=SHAPES):
     rng = np.random.default_rng(0)
     return {name: jnp.asarray(rng.normal(size=shape), dtype) for name, shape in shapes.items()}
-
-
-def gradients(devices, shapes=SHAPES, seed=1):
-    rng = np.random.default_rng(seed)
-    return {name: rng.normal(size=(devices, *shape)).astype(np.float32) for name, shape in shapes.items()}
 
 
 def recipe(**knobs):
@@ -69,6 +68,30 @@ def alone(tx, params, devices, steps, grads_at):
     return jax.tree.map(np.asarray, (params, fp16.metrics_of(state)))
 
 
+@pytest.mark.parametrize(
+    ("shape", "count", "split"),
+    [
+        ((8, 3), 4, (0, 8, 2)),
+        ((30522, 768), 4, (1, 768, 192)),  # BERT's words don't divide
+        ((5, 3), 4, (1, 3, 1)),  # 5 entries a device; padding the first dimension would make it 6
+        ((3,), 4, (0, 3, 1)),
+        ((2, 3), 8, (1, 3, 1)),
+        ((), 4, (None, 0, 0)),
+        ((1, 1), 4, (None, 0, 0)),
+        ((0, 4), 4, (None, 0, 0)),
+        ((8, 3), 1, (None, 0, 0)),
+    ],
+)
+def test_an_array_is_split_where_least_is_left_on_a_device(shape, count, split):
+    assert split_of(shape, count) == split
+
+
+def test_an_even_split_leaves_whole_what_does_not_divide():
+    assert split_of((5, 3), 4, even=True) == (None, 0, 0)
+    assert split_of((5, 8), 4, even=True) == (1, 8, 2)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_fifty_steps_are_those_of_one_device(way):
     tx = fp16.distributed(recipe(), "data")
@@ -78,3 +101,351 @@ def test_fifty_steps_are_those_of_one_device(way):
         np.testing.assert_allclose(params[name], right[name], rtol=1e-6, atol=1e-6)
     for name in right_metrics:
         np.testing.assert_allclose(metrics[name], right_metrics[name], rtol=1e-6)
+
+
+REPLICATED = P()
+
+
+def stepper(tx, params, grid, specs=REPLICATED, check_vma=True):
+    """`step(params, state, grads) -> (params, state)`, where every device of "data" has its own gradients along a first axis."""
+    state_specs = tx.state_specs(params, grid)
+    own = jax.tree.map(lambda spec: P("data", *spec), specs, is_leaf=lambda node: isinstance(node, P))
+
+    def step(params, state, grads):
+        return tx.apply(jax.tree.map(lambda leaf: leaf[0], grads), state, params)
+
+    spread = jax.shard_map(
+        step, mesh=grid, in_specs=(specs, state_specs, own), out_specs=(specs, state_specs), check_vma=check_vma
+    )
+    return jax.jit(spread)
+
+
+def drawn(devices, shapes=SHAPES, seed=1):
+    """Gradients that are whole numbers, so that their sums are exact in any order and in half precision."""
+    rng = np.random.default_rng(seed)
+    return {name: rng.integers(-8, 9, size=(devices, *shape)).astype(np.float32) for name, shape in shapes.items()}
+
+
+def mean(grads):
+    return {name: leaf.mean(axis=0) for name, leaf in grads.items()}
+
+
+def test_half_parameters_with_masters_take_the_same_steps_to_the_last_bit():
+    params, grads = parameters(jnp.float16), drawn(4)
+    plain = recipe(half_params=True)
+    tx = fp16.distributed(plain, "data", transport=jnp.float16)
+    state = tx.split_state(tx.init(params), params, mesh(4))
+    step = stepper(tx, params, mesh(4))
+    new, right, right_state = params, params, plain.init(params)
+    for _ in range(3):
+        new, state = step(new, state, grads)
+        right, right_state = jax.jit(plain.apply)(mean(grads), right_state, right)
+    whole = tx.whole_state(state, params, mesh(4))
+    jax.tree.map(np.testing.assert_array_equal, new, right)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), whole, right_state)
+
+
+def test_update_gives_the_updates_that_apply_applies():
+    params, grads = parameters(jnp.float16), drawn(4)
+    params["bias"] = params["bias"].astype(jnp.float32)
+    tx = fp16.distributed(recipe(half_params=True), "data")
+    state = tx.split_state(tx.init(params), params, mesh(4))
+    specs = tx.state_specs(params, mesh(4))
+
+    def both(params, state, grads):
+        own = jax.tree.map(lambda leaf: leaf[0], grads)
+        updates, updated = tx.update(own, state, params)
+        applied, _ = tx.apply(own, state, params)
+        with jax.numpy_dtype_promotion("standard"):
+            return optax.apply_updates(params, updates), applied, updates, updated
+
+    spread = jax.shard_map(both, mesh=mesh(4), in_specs=(P(), specs, P("data")), out_specs=(P(), P(), P(), specs))
+    updated, applied, updates, new_state = jax.jit(spread)(params, state, grads)
+    jax.tree.map(np.testing.assert_array_equal, updated, applied)
+    assert {leaf.dtype for leaf in jax.tree.leaves(updates)} == {np.dtype(np.float32)}
+    assert jax.tree.structure(new_state) == jax.tree.structure(state)
+    assert [x.dtype for x in jax.tree.leaves(new_state)] == [x.dtype for x in jax.tree.leaves(state)]
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_an_inf_on_one_device_keeps_every_bit_on_all(check_vma):
+    params, grads = parameters(), drawn(4)
+    tx = fp16.distributed(recipe(axis_name="data"), "data")  # naming the axis inside too changes nothing
+    state = tx.split_state(tx.init(params), params, mesh(4))
+    step = stepper(tx, params, mesh(4), check_vma=check_vma)
+    params, state = step(params, state, grads)
+    norm = np.sqrt(sum(np.sum(leaf**2) for leaf in jax.tree.leaves(mean(grads)))) / 8
+    np.testing.assert_allclose(fp16.metrics_of(state)["grad_norm"], norm, rtol=1e-6)
+    grads["bias"][2, 1] = np.inf
+    stayed, skipped = step(params, state, grads)
+    jax.tree.map(np.testing.assert_array_equal, stayed, params)
+    jax.tree.map(np.testing.assert_array_equal, skipped.guard_state.inner_state, state.guard_state.inner_state)
+    assert (int(skipped.guard_state.skipped_total), float(fp16.loss_scale_of(skipped))) == (1, 4.0)
+
+
+def test_decay_masks_by_path_and_by_rank_go_on_working():
+    params, grads = parameters(), drawn(4)
+    by_path = optax.add_decayed_weights(0.5, mask={name: name == "bias" for name in SHAPES})
+    by_rank = optax.add_decayed_weights(0.25, mask=lambda tree: jax.tree.map(lambda leaf: leaf.ndim > 1, tree))
+    inner = optax.chain(by_path, by_rank, optax.sgd(0.1))
+    tx = fp16.distributed(inner, "data")
+    new, _ = stepper(tx, params, mesh(4))(params, tx.split_state(tx.init(params), params, mesh(4)), grads)
+    for name, param in params.items():
+        decay = 0.5 if name == "bias" else 0.25 if param.ndim > 1 else 0.0
+        np.testing.assert_allclose(new[name], param - 0.1 * (mean(grads)[name] + decay * param), rtol=1e-6, atol=1e-7)
+
+
+TP_SHAPES = {"columns": (4, 8), "rows": (8, 3), "uneven": (6,), "norm": (4,)}
+TP_SPECS = {"columns": P(None, "model"), "rows": P("model"), "uneven": P("model"), "norm": P()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_it_goes_on_top_of_tensor_parallelism(check_vma):
+    grid, params, grads = mesh(2, 2), parameters(shapes=TP_SHAPES), drawn(2, TP_SHAPES)
+    plain = recipe()
+    tx = fp16.distributed(plain, "data", param_specs=TP_SPECS)
+    whole = tx.init(params)
+    state = tx.split_state(whole, params, grid)
+    jax.tree.map(np.testing.assert_array_equal, tx.whole_state(state, params, grid), whole)
+    moments = optax.tree.get(state, "mu")
+    assert {name: leaf.sharding.spec for name, leaf in moments.items()} == {
+        "columns": P("data", "model"),
+        "rows": P(("model", "data")),
+        "uneven": P(("model", "data")),
+        "norm": P("data"),
+    }
+    step = stepper(tx, params, grid, TP_SPECS, check_vma)
+    new, right, right_state = params, params, plain.init(params)
+    for _ in range(2):
+        new, state = step(new, state, grads)
+        right, right_state = jax.jit(plain.apply)(mean(grads), right_state, right)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), new, right)
+    whole = tx.whole_state(state, params, grid)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), whole, right_state)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_four_devices_goes_on_on_two_three_and_one(tmp_path):
+    params, grads = parameters(), {name: leaf + 20 for name, leaf in drawn(12).items()}
+    tx = fp16.distributed(fp16.skip_if_nonfinite(optax.adam(0.1)), "data")
+
+    def run(params, whole, devices):
+        """Two steps, each device with the mean of its share of the gradients."""
+        own = {name: leaf.reshape(devices, -1, *leaf.shape[1:]).mean(axis=1) for name, leaf in grads.items()}
+        step, state = stepper(tx, params, mesh(devices)), tx.split_state(whole, params, mesh(devices))
+        for _ in range(2):
+            params, state = step(params, state, own)
+        return params, tx.whole_state(state, params, mesh(devices))
+
+    middle = run(params, tx.init(params), 4)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "four", middle)
+        checkpointer.wait_until_finished()
+        like = jax.eval_shape(lambda: (params, tx.init(params)))
+        restored = checkpointer.restore(
+            tmp_path / "four", jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), like)
+        )
+    jax.tree.map(np.testing.assert_array_equal, restored, middle)
+    right = run(*middle, 4)
+    for devices in (2, 3, 1):
+        end = run(*jax.tree.map(jnp.asarray, restored), devices)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), end, right)
+
+
+@pytest.mark.parametrize("devices", [2, 3, 4, 8])
+def test_the_state_of_bert_base_is_within_three_percent_of_its_share(devices):
+    config = BertConfig(vocab_size=30522, **SIZES["base"])
+    ids, positions = np.zeros((1, 128), np.int32), np.zeros((1, 20), np.int32)
+    params = jax.eval_shape(BertForPreTraining(config).init, jax.random.key(0), ids, ids, ids, positions)["params"]
+    half = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float16), params)
+    tx = fp16.distributed(recipe(half_params=True), "data")
+    cost = tx.state_bytes(half, mesh(devices))
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(params))
+    assert abs(cost.whole - 12 * parameters) < 200  # two moments and a master, and some scalars
+    assert cost.whole / devices <= cost.per_device <= 1.03 * cost.whole / devices
+    assert cost.replicated < 200
+    assert cost.per_device == tx.state_bytes(half, devices).per_device
+
+
+def test_pmap_s_stacked_state_is_divided_and_put_together():
+    params = parameters()
+    tx = fp16.distributed(optax.adam(0.1), "data")
+    whole = jax.tree.map(lambda leaf: leaf + 1, tx.init(params))
+    moments = optax.tree.get(tx.split_state(whole, params, 4), "mu")
+    shapes = {"even": (4, 2, 3), "odd": (4, 5, 1), "bias": (4, 1), "scalar": (4,)}
+    assert {name: leaf.shape for name, leaf in moments.items()} == shapes
+    together = tx.whole_state(tx.split_state(whole, params, 4), params, 4)
+    jax.tree.map(np.testing.assert_array_equal, together, whole)
+
+
+def test_the_whole_state_is_that_of_the_inner_optimizer():
+    params = parameters(jnp.float16)
+    inner = recipe(half_params=True)
+    tx = fp16.distributed(inner, "data")
+    assert jax.tree.structure(tx.init(params)) == jax.tree.structure(inner.init(params))
+    parts = optax.tree.map_params(tx, lambda leaf: 1, tx.init(params), transform_non_params=lambda leaf: 0)
+    assert sum(jax.tree.leaves(parts)) == 3 * len(params)  # two moments and the masters
+
+
+REDUCING = {
+    "lamb": optax.lamb(0.1),
+    "clip": optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)),
+    "behind our own": fp16.mixed_precision(optax.lamb(0.1)),
+    "adafactor": optax.adafactor(0.1),
+    "apply_if_finite": optax.apply_if_finite(optax.sgd(0.1), 5),
+    "noise": optax.chain(optax.add_noise(0.1, 0.5, 0), optax.sgd(0.1)),
+    "agc": optax.chain(optax.adaptive_grad_clip(0.1), optax.sgd(0.1)),
+}
+
+
+@pytest.mark.parametrize("name", REDUCING)
+def test_what_computes_over_whole_arrays_is_refused(name):
+    params = {"w": jnp.ones((4, 4)), "b": jnp.ones(4)}
+    tx = fp16.distributed(REDUCING[name], "data")
+    with pytest.raises(ValueError, match=r"computes over whole arrays \((reduce_|random_bits|.*norm).*\)"):
+        tx.init(params)
+
+
+def test_what_works_entry_by_entry_is_not_refused():
+    params = {"w": jnp.ones((4, 4)), "b": jnp.ones(4)}
+    schedule = optax.piecewise_interpolate_schedule("linear", 1.0, {2: 0.5, 4: 0.5})
+    for inner in (
+        optax.adamw(schedule),
+        optax.lion(0.1),
+        optax.MultiSteps(optax.adam(0.1), 2),
+        optax.chain(
+            fp16.dynamic_loss_scale(), fp16.clip_by_global_norm_fp32(1.0), fp16.skip_if_nonfinite(optax.adam(0.1))
+        ),
+        optax.inject_hyperparams(optax.sgd)(schedule, momentum=0.9),
+        recipe(half_params=True),
+    ):
+        inner = inner.gradient_transformation() if isinstance(inner, optax.MultiSteps) else inner
+        fp16.distributed(inner, "data").init(params)
+
+
+def test_a_wrong_optimizer_is_refused_in_the_step_too():
+    params = {"w": jnp.ones(4)}
+    tx = fp16.distributed(optax.with_extra_args_support(optax.lamb(0.1)), "data")
+    spread = jax.shard_map(
+        lambda params: tx.update(params, optax.lamb(0.1).init({"w": params["w"][:1]}), params)[0],
+        mesh=mesh(4),
+        in_specs=P(),
+        out_specs=P(),
+    )
+    with pytest.raises(ValueError, match="computes over whole arrays"):
+        jax.eval_shape(spread, params)
+
+
+def test_a_whole_state_in_the_step_is_refused():
+    params = {"w": jnp.ones(8)}
+    tx = fp16.distributed(optax.adam(0.1), "data")
+    state = tx.init(params)
+    spread = jax.shard_map(lambda params: tx.apply(params, state, params)[0], mesh=mesh(4), in_specs=P(), out_specs=P())
+    with pytest.raises(ValueError, match=r"mu\['w'\] has shape \(8,\); this device's part has \(2,\).*split_state"):
+        jax.eval_shape(spread, params)
+    with pytest.raises(ValueError, match="isn't an axis of the pmap or shard_map"):
+        tx.update(params, state, params)
+    with pytest.raises(ValueError, match=r"\['w'\] has shape \(8,\); in the whole state .* \(4,\)"):
+        tx.split_state(state, {"w": jnp.ones(4)}, mesh(4))
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "words"),
+    [
+        (lambda: fp16.distributed(optax.sgd(1.0), None), ValueError, "axis_name must name"),
+        (lambda: fp16.distributed(optax.adam, "data"), TypeError, "Call it first"),
+        (
+            lambda: fp16.distributed(optax.sgd(1.0), "data", transport=jnp.int8),
+            TypeError,
+            "transport must be a floating",
+        ),
+        (
+            lambda: fp16.distributed(optax.sgd(1.0), "rows").state_specs({"w": jnp.ones(4)}, mesh(4)),
+            ValueError,
+            "'rows'",
+        ),
+        (lambda: specs_of(P("pipe")), ValueError, r"param_specs\['w'\] names the axis 'pipe'"),
+        (lambda: specs_of(P(None, "model")), ValueError, r"param_specs\['w'\] splits 3 entries over the 2 devices"),
+        (lambda: fp16.zero_shardings(jnp.ones(4), mesh(4), "rows"), ValueError, "one of 'data', not 'rows'"),
+        (lambda: fp16.zero_shardings(jnp.ones(4), 4, "data"), TypeError, "mesh must be"),
+    ],
+)
+def test_wrong_arguments_are_refused(call, kind, words):
+    with pytest.raises(kind, match=words):
+        call()
+
+
+def specs_of(spec):
+    tx = fp16.distributed(optax.sgd(1.0), "data", param_specs={"w": spec})
+    return tx.state_specs({"w": jnp.ones((4, 3))}, mesh(2, 2))
+
+
+PLACED = {"inner": (8, 4), "outer": (4, 8), "bias": (3,), "scale": (4,)}
+
+
+def test_every_leaf_is_placed_along_the_first_dimension_that_divides():
+    shapes = {"a": jnp.ones((8, 3)), "b": jnp.ones((3, 8), jnp.float16), "c": jnp.ones(3), "d": 1, "e": None}
+    placed = fp16.zero_shardings(shapes, mesh(4), "data")
+    specs = jax.tree.map(lambda sharding: sharding.spec, placed)
+    assert specs == {"a": P("data"), "b": P(None, "data"), "c": P(), "d": P(), "e": None}
+
+
+def test_placing_adds_to_tensor_parallel_shardings_and_leaves_its_own_alone():
+    grid = mesh(2, 2)
+    specs = {"inner": P(None, "model"), "outer": P("model"), "bias": P(), "scale": P("model")}
+    params = {
+        name: jax.device_put(leaf, NamedSharding(grid, specs[name])) for name, leaf in parameters(shapes=PLACED).items()
+    }
+    placed = fp16.zero_shardings(params, grid, "data")
+    right = {"inner": P("data", "model"), "outer": P(("model", "data")), "bias": P(), "scale": P(("model", "data"))}
+    assert {name: sharding.spec for name, sharding in placed.items()} == right
+    again = fp16.zero_shardings(jax.device_put(params, placed), grid, "data")
+    assert {name: sharding.spec for name, sharding in again.items()} == right
+    tx = recipe(half_params=True)  # fp32 parameters are their own masters
+    state = optax.tree.map_params(
+        tx,
+        lambda leaf, sharding: sharding,
+        jax.eval_shape(tx.init, params),
+        placed,
+        transform_non_params=lambda leaf: NamedSharding(grid, P()),
+    )
+    moments = optax.tree.get(jax.jit(tx.init, out_shardings=state)(params), "nu")
+    assert {name: leaf.sharding.spec for name, leaf in moments.items()} == right
+    with pytest.raises(ValueError, match=r"leaf\['inner'\] lies on another mesh"):
+        fp16.zero_shardings(params, mesh(4), "data")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_lamb_under_sharded_jit_takes_the_steps_of_one_device(kind):
+    grid, shapes = mesh(4, kind=kind), {"inner": (8, 4), "bias": (3,)}
+    tx = fp16.mixed_precision(optax.lamb(0.1), max_norm=1.0, loss_scale=8.0)
+    whole, batch = parameters(shapes=shapes), np.random.default_rng(2).normal(size=(8, 8)).astype(np.float32)
+    everywhere = NamedSharding(grid, P())
+    params = jax.device_put(jax.tree.map(np.asarray, whole), everywhere)  # a copy, since it is donated
+    parts = fp16.zero_shardings(params, grid, "data")
+    state_parts = fp16.zero_shardings(jax.eval_shape(tx.init, params), grid, "data")
+    place = jax.lax.with_sharding_constraint if kind == AxisType.Auto else jax.reshard
+
+    def loss(params, x):
+        hidden = jnp.tanh(x @ params["inner"])
+        return jnp.mean(jnp.square(hidden[:, :3] + params["bias"][None]))
+
+    def step(params, state, x, place=lambda tree, where: tree):
+        _, grads = fp16.value_and_grad(loss, state)(params, x)
+        params, state = fp16.apply_gradients(tx, place(grads, parts), state, params)
+        return place(params, jax.tree.map(lambda _: everywhere, params)), place(state, state_parts)
+
+    state = jax.jit(tx.init, out_shardings=state_parts)(params)
+    x = jax.device_put(batch, NamedSharding(grid, P("data")))
+    distributed = jax.jit(lambda *args: step(*args, place=place), donate_argnums=(0, 1))
+    plain, right_state = jax.jit(step), tx.init(whole)
+    for _ in range(5):
+        params, state = distributed(params, state, x)
+        whole, right_state = plain(whole, right_state, batch)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), (params, state), (whole, right_state)
+    )
+    moment = optax.tree.get(state, "mu")["inner"]
+    assert moment.addressable_shards[0].data.shape == (2, 4)
