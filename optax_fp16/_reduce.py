@@ -136,8 +136,12 @@ def for_the_record(norm: jax.Array) -> jax.Array:
 
 
 def is_finite(norm: jax.Array) -> jax.Array:
-    """bool[]: whether the fp32 global norm, and so every gradient, is finite."""
-    return jnp.isfinite(norm)
+    """bool[]: whether the fp32 global norm, and so every gradient, is finite.
+
+    By its bits: under fast-math flags a compiler may take every number for finite, and `isfinite` for True.
+    """
+    magnitude = jax.lax.bitcast_convert_type(norm, jnp.int32) & jnp.int32(0x7FFFFFFF)
+    return magnitude < jnp.int32(0x7F800000)
 
 
 def global_norm(tree: Any, axes: Axes) -> jax.Array:
