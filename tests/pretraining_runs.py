@@ -12,6 +12,7 @@ from pathlib import Path
 
 import jax
 import orbax.checkpoint as ocp
+from jax.experimental.compilation_cache import compilation_cache
 
 import pretrain_bert
 from text import prose
@@ -24,6 +25,20 @@ SMALL = (
     f"--steps {STEPS} --batch-size 8 --length 16 --vocab-size 500 --checkpoint-every 2 --keep 9 "
     "--init-scale 131072 --growth-interval 2"
 ).split()
+
+
+@contextlib.contextmanager
+def compiled_programs_in(folder):
+    """Runs in this process put what they compile into `folder`, where `killed` processes find it too."""
+    options = {"jax_compilation_cache_dir": str(folder), "jax_persistent_cache_min_compile_time_secs": 0}
+    before = {name: getattr(jax.config, name) for name in options}
+    for name, value in options.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+    yield folder
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
 
 
 def small_text(folder):

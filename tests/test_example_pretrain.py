@@ -8,16 +8,15 @@ import shutil
 import signal
 from types import SimpleNamespace
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
 import pretrain_bert
 from tests.pretraining_runs import (
     STEPS,
     arguments,
+    compiled_programs_in,
     final_state,
     in_this_process,
     killed,
@@ -33,16 +32,8 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory):
     """A folder of compiled programs that the runs of this module share, those in other processes too."""
-    folder = tmp_path_factory.mktemp("compiled")
-    options = {"jax_compilation_cache_dir": str(folder), "jax_persistent_cache_min_compile_time_secs": 0}
-    before = {name: getattr(jax.config, name) for name in options}
-    for name, value in options.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
-    yield folder
-    for name, value in before.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
+    with compiled_programs_in(tmp_path_factory.mktemp("compiled")) as folder:
+        yield folder
 
 
 @pytest.fixture(scope="module")
@@ -104,32 +95,42 @@ def test_ctrl_c_saves_and_the_command_it_prints_ends_where_the_straight_run_ends
     assert metrics_without_times(tmp_path / "run") == metrics_without_times(straight.folder)
 
 
-def test_a_run_killed_at_random_moments_ends_with_the_bits_of_the_straight_run(straight, text, cache, tmp_path):
+@pytest.fixture(scope="module")
+def killed_run(straight, text, cache, tmp_path_factory):
+    """The folder of a run that was killed three times and went on twice."""
+    folder = tmp_path_factory.mktemp("killed") / "run"
     rng = random.Random(0)
-    statuses = [killed(text, tmp_path / "run", cache, rng)[0] for _ in range(3)]
+    statuses = [killed(text, folder, cache, rng)[0] for _ in range(3)]
     assert -signal.SIGKILL in statuses
-    status, _, err = in_this_process(*arguments(text, tmp_path / "run", "--resume"))
+    return folder
+
+
+def test_a_run_killed_at_random_moments_ends_with_the_bits_of_the_straight_run(straight, killed_run, text):
+    status, _, err = in_this_process(*arguments(text, killed_run, "--resume"))
     assert status == 0, err
-    assert final_state(tmp_path / "run") == final_state(straight.folder)
-    assert metrics_without_times(tmp_path / "run") == metrics_without_times(straight.folder)
-    assert not list((tmp_path / "run" / "checkpoints").glob("writing-*"))
+    assert final_state(killed_run) == final_state(straight.folder)
+    assert metrics_without_times(killed_run) == metrics_without_times(straight.folder)
+    assert not list((killed_run / "checkpoints").glob("writing-*"))
 
 
-def test_a_damaged_checkpoint_is_refused_and_the_one_before_goes_on_to_the_same_end(straight, text, tmp_path):
-    folder = shutil.copytree(straight.folder, tmp_path / "run")
-    (folder / "checkpoints" / f"step_{STEPS:08d}" / "facts.json").write_text("{}")
-    status, _, err = in_this_process(*arguments(text, folder, "--resume"))
+@pytest.fixture
+def copied(straight, tmp_path, monkeypatch):
+    """A copy of the straight run, for programs that end before they need parameters."""
+    monkeypatch.setattr(pretrain_bert, "init_params", lambda *args: {"kernel": jnp.zeros(2)})
+    return shutil.copytree(straight.folder, tmp_path / "run")
+
+
+def test_a_damaged_checkpoint_is_refused_and_the_one_before_is_offered(copied, text):
+    (copied / "checkpoints" / f"step_{STEPS:08d}" / "facts.json").write_text("{}")
+    status, _, err = in_this_process(*arguments(text, copied, "--resume"))
     assert status == 2
     assert err.count("\n") == 1
     assert "facts.json has changed" in err
     assert err.endswith(f"write --resume {STEPS - 2}\n")
-    assert in_this_process(*arguments(text, folder, "--resume", STEPS - 2))[0] == 0
-    assert final_state(folder) == final_state(straight.folder)
 
 
-def test_a_checkpoint_of_another_size_is_refused(straight, text, tmp_path):
-    folder = shutil.copytree(straight.folder, tmp_path / "run")
-    status, _, err = in_this_process(*arguments(text, folder, "--resume", "--size", "mini"))
+def test_a_checkpoint_of_another_size_is_refused(copied, text):
+    status, _, err = in_this_process(*arguments(text, copied, "--resume", "--size", "mini"))
     assert status == 2
     assert re.fullmatch(r"error: the checkpoint .* with --size tiny, not mini; write --size tiny, .*\n", err)
 

@@ -7,6 +7,7 @@ import pytest
 
 from tests.pretraining_runs import (
     arguments,
+    compiled_programs_in,
     final_state,
     in_this_process,
     killed,
@@ -17,10 +18,15 @@ from tests.pretraining_runs import (
 KILLS = 30
 
 
+@pytest.fixture
+def cache(tmp_path):
+    with compiled_programs_in(tmp_path / "compiled") as folder:
+        yield folder
+
+
 @pytest.mark.soak
-def test_30_kills_at_random_moments_cost_no_bit(tmp_path):
-    text = small_text(tmp_path)
-    straight, cache = tmp_path / "straight", tmp_path / "compiled"
+def test_30_kills_at_random_moments_cost_no_bit(cache, tmp_path):
+    text, straight = small_text(tmp_path), tmp_path / "straight"
     status, _, err = in_this_process(*arguments(text, straight))
     assert status == 0, err
     rng = random.Random(2024)
