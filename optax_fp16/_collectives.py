@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from ._devices import axes_are_typed, varying_axes
-from ._layout import Split
+from ._layout import Split, replaced
 from ._transport import arrived, to_travel
 from ._tree import widened
 
@@ -52,11 +52,10 @@ def gathered(part: jax.Array, split: Split, names: tuple[Any, ...]) -> jax.Array
 
 
 def _gathered_by_sum(part: jax.Array, split: Split, names: tuple[Any, ...]) -> jax.Array:
-    count = jax.lax.axis_size(names)
-    shape = (*part.shape[: split.dim], split.part * count, *part.shape[split.dim + 1 :])
+    count, dim = jax.lax.axis_size(names), split.dim or 0
     start = jnp.asarray(jax.lax.axis_index(names), jnp.int32) * split.part
-    placed = jax.lax.dynamic_update_slice_in_dim(jnp.zeros(shape, part.dtype), part, start, axis=split.dim)
-    return jax.lax.psum(placed, names)
+    zeros = jnp.zeros(replaced(part.shape, dim, split.part * count), part.dtype)
+    return jax.lax.psum(jax.lax.dynamic_update_slice_in_dim(zeros, part, start, axis=dim), names)
 
 
 def _padded(leaf: jax.Array, split: Split, count: int) -> jax.Array:

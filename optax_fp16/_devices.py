@@ -167,11 +167,11 @@ def _misfit(specs: Any, tree: Any) -> str:
     return "sharded doesn't fit the gradients: its tree must be a prefix of theirs, with the same kinds of containers."
 
 
-_declared: ContextVar["Axes | Both | None"] = ContextVar("declared_shards", default=None)
+_declared: ContextVar["Axes | None"] = ContextVar("declared_shards", default=None)
 
 
 @contextlib.contextmanager
-def shards_declared(axes: "Axes | Both") -> Iterator[None]:
+def shards_declared(axes: Axes) -> Iterator[None]:
     """While an inner transformation runs on a device's shards, its norms are taken as `axes` says."""
     token = _declared.set(axes)
     try:
@@ -180,10 +180,11 @@ def shards_declared(axes: "Axes | Both") -> Iterator[None]:
         _declared.reset(token)
 
 
-class Both:
+class Both(Axes):
     """What two say together about the axes, such as a transformation itself and the one around it."""
 
-    def __init__(self, own: Axes, outer: "Axes | Both"):
+    def __init__(self, own: Axes, outer: Axes):
+        super().__init__()
         self.own, self.outer = own, outer
         self.names = tuple(dict.fromkeys(own.names + outer.names))
 
@@ -192,7 +193,7 @@ class Both:
         return [own | outer for own, outer in pairs]
 
 
-def in_force(axes: Axes) -> "Axes | Both":
+def in_force(axes: Axes) -> Axes:
     """The axes of a transformation together with those declared around it, if it runs on a device's shards."""
     outer = _declared.get()
     return axes if outer is None else Both(axes, outer)
