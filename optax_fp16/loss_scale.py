@@ -178,9 +178,15 @@ def dynamic_loss_scale(
     mode = checked_mode(underflow)
 
     def init(params: Any) -> DynamicLossScaleState:
-        zeros = [jnp.zeros((), jnp.int32) for _ in range(5)]
-        state = DynamicLossScaleState(jnp.asarray(start, jnp.float32), *zeros, fresh_underflow(mode, params))
-        return state._replace(hysteresis_left=jnp.asarray(rule.hysteresis, jnp.int32))
+        return DynamicLossScaleState(
+            loss_scale=jnp.asarray(start, jnp.float32),
+            finite_in_a_row=jnp.zeros((), jnp.int32),
+            overflows_counted=jnp.zeros((), jnp.int32),
+            steps_since_rescale=jnp.zeros((), jnp.int32),
+            hysteresis_left=jnp.asarray(rule.hysteresis, jnp.int32),
+            overflows_at_floor=jnp.zeros((), jnp.int32),
+            underflow=fresh_underflow(mode, params),
+        )
 
     return _link(init, lambda state, finite: next_loss_scale(state, finite, rule), Axes(axis_name, sharded))
 

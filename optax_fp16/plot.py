@@ -102,7 +102,8 @@ def exponent_counts(grads: Any) -> np.ndarray:
         raise ValueError(
             "grads holds no gradient: give it the tree that jax.grad or optax_fp16.value_and_grad returned."
         )
-    return np.sum(jax.device_get([_counted(jnp.asarray(leaf)) for leaf in leaves]), axis=0, dtype=np.int64)
+    counts = jax.device_get([_counted(jnp.asarray(leaf)) for leaf in leaves])
+    return np.asarray(counts).sum(axis=0, dtype=np.int64)
 
 
 @jax.jit

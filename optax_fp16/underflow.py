@@ -37,9 +37,12 @@ def fresh_underflow(mode: str | None, params: Any) -> UnderflowState | None:
         return None
     if mode == "per_leaf" and params is None:
         raise ValueError('underflow="per_leaf" needs the parameters at init: call tx.init(params), not tx.init(None).')
-    total = [jnp.zeros((), jnp.float32) for _ in range(3)]
-    by_leaf = jnp.zeros((len(gradient_leaves(params)), 2), jnp.float32) if mode == "per_leaf" else None
-    return UnderflowState(*total, by_leaf)
+    return UnderflowState(
+        underflow_share=jnp.zeros((), jnp.float32),
+        underflow_zero_share=jnp.zeros((), jnp.float32),
+        underflow_free_scale=jnp.zeros((), jnp.float32),
+        underflow_by_leaf=jnp.zeros((len(gradient_leaves(params)), 2), jnp.float32) if mode == "per_leaf" else None,
+    )
 
 
 class _Counts(NamedTuple):
