@@ -11,7 +11,7 @@ comma := ,
 EXTRAS := examples$(if $(CUDA),$(comma)cuda$(CUDA))
 TESTENV := JAX_PLATFORMS=cpu
 
-.PHONY: pretrain finetune parallel test test-fast test-matrix soak coverage lint format docs dist clean
+.PHONY: pretrain finetune parallel test test-fast test-matrix soak mutants coverage lint format docs dist clean
 
 pretrain: $(VENV)/.examples$(CUDA)
 	$(BIN)/python examples/pretrain_bert.py $(ARGS)
@@ -35,7 +35,11 @@ lint: $(VENV)/.test
 
 # The slow tier: kills, full disks, 20,000 steps with faults, 2,000 random programs; about 40 minutes on 2 cores.
 soak: $(VENV)/.test
-	$(TESTENV) $(BIN)/python -m pytest tests/soak $(ARGS)
+	$(TESTENV) $(BIN)/python -m pytest -n $(JOBS) --dist worksteal --durations 15 tests/soak $(ARGS)
+
+# Small changes to the package, one at a time, and whether the tests notice.
+mutants: $(VENV)/.test
+	$(BIN)/python .ci/mutants.py $(ARGS)
 
 coverage: $(VENV)/.test
 	$(TESTENV) $(BIN)/python -m coverage run -m pytest $(ARGS)

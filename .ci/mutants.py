@@ -1,0 +1,195 @@
+"""Changes the package in small ways, one at a time, and sees whether the tests notice.
+
+    python .ci/mutants.py [--modules loss_scale clipping ...] [--every N] [--tests tests/test_*.py ...]
+
+First the tests run once, with a record of which test runs which lines. Then each mutant gets the tests that run its line, the
+quickest first, in a process forked after the imports. It prints a line for each module and every survivor that
+`.ci/mutants.md` doesn't explain, and then ends with status 1.
+"""
+
+import argparse
+import json
+import os
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+
+ROOT = Path(__file__).resolve().parent.parent
+CACHE, RECORD = ROOT / "build/mutants/compiled", ROOT / "build/mutants/lines.json"
+sys.path[:0] = [str(ROOT), str(ROOT / "examples"), str(Path(__file__).parent)]
+os.environ |= {
+    "JAX_PLATFORMS": "cpu",
+    "JAX_COMPILATION_CACHE_DIR": str(CACHE),
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+}
+
+from mutations import Mutant, mutants_of  # noqa: E402
+
+PURE = (
+    "_messages", "_tree", "_devices", "_reduce", "_guard", "_inner", "loss_scale", "clipping", "skipping", "master_weights",
+    "recipe", "reading", "scaling", "averaging", "optimizers",
+)  # fmt: skip
+TESTS = (
+    "clipping", "loss_scale", "skipping", "master_weights", "recipe", "reading", "scaling", "optimizers", "devices", "contract",
+    "doctests",
+)  # fmt: skip
+LIMIT, ENOUGH = 60, 25  # seconds: for one mutant, and of tests for it
+
+
+class Lines:
+    """Runs the tests once under coverage, as a plugin of pytest: which tests run which lines, and how long each takes."""
+
+    def __init__(self):
+        import coverage
+
+        self.coverage = coverage.Coverage(data_file=None, config_file=False, source_pkgs=["optax_fp16"])
+        self.seconds: dict[str, float] = {}
+
+    def pytest_runtest_setup(self, item):
+        self.coverage.switch_context(item.nodeid)
+
+    def pytest_runtest_logreport(self, report):
+        if report.when == "call":
+            self.seconds[report.nodeid] = report.duration
+
+    def run(self, tests: list[str]) -> None:
+        import pytest
+
+        self.coverage.start()
+        status = pytest.main(["-q", "-p", "no:cacheprovider", "-m", "not slow and not soak", *tests], plugins=[self])
+        self.coverage.stop()
+        if status:
+            sys.exit(f"the tests fail without a mutant (status {status}); mend them first")
+        data = self.coverage.get_data()
+        lines = {Path(file).stem: data.contexts_by_lineno(file) for file in data.measured_files()}
+        RECORD.write_text(json.dumps({"seconds": self.seconds, "lines": lines}))
+
+
+def forked(work, limit: float) -> int | None:
+    """The exit status of `work` in a child process, or None if it took too long."""
+    child = os.fork()
+    if child == 0:
+        os.setsid()
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, 1)
+        os.dup2(null, 2)
+        try:
+            status = int(work())
+        except BaseException:
+            status = 99
+        os._exit(status)
+    end = time.monotonic() + limit
+    while time.monotonic() < end:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.05)
+    os.killpg(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return None
+
+
+class Swapped:
+    """A finder and loader that gives one module of the package another source."""
+
+    def __init__(self, name: str, source: str):
+        self.name, self.source = name, source
+
+    def find_spec(self, name, path=None, target=None):
+        from importlib.machinery import ModuleSpec
+
+        if name != self.name:
+            return None
+        return ModuleSpec(name, self, origin=str(ROOT / (name.replace(".", "/") + ".py")))
+
+    def create_module(self, spec):
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__file__ = module.__spec__.origin
+        exec(compile(self.source, module.__file__, "exec"), module.__dict__)
+
+
+def tests_for(record: dict, module: str, line: int, end: int) -> list[str]:
+    """The tests that run the line, the quickest first, as many as take ENOUGH seconds; all tests, if it runs on import."""
+    lines = record["lines"].get(module, {})
+    found = {test for number in range(line, end + 1) for test in lines.get(str(number), []) if test}
+    seconds, chosen, total = record["seconds"], [], 0.0
+    for test in sorted(found or seconds, key=lambda test: seconds.get(test, 0.0)):
+        total += seconds.get(test, 0.0)
+        if chosen and total > ENOUGH:
+            break
+        chosen.append(test)
+    return chosen
+
+
+def survives(module: str, mutant: Mutant, record: dict) -> bool:
+    tests = tests_for(record, module, mutant.line, mutant.line)
+
+    def work() -> int:
+        import pytest
+
+        sys.meta_path.insert(0, Swapped(f"optax_fp16.{module}", mutant.source))
+        return pytest.main(["-q", "-x", "-p", "no:cacheprovider", *tests])
+
+    return forked(work, LIMIT) == 0
+
+
+def explained() -> dict[tuple[str, str, str, str], str]:
+    """(module, function, before, after) of every survivor in the list, with its reason."""
+    text = Path(__file__).with_suffix(".md").read_text()
+    pattern = r"^- `([^`]+)` `([^`]+)`: `([^`]+)` → `([^`]+)`: (.+)$"
+    return {tuple(match[:4]): match[4] for match in re.findall(pattern, text, re.MULTILINE)}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--modules", nargs="+", default=PURE, metavar="MODULE", help="of optax_fp16, without .py")
+    parser.add_argument("--tests", nargs="+", default=[f"tests/test_{name}.py" for name in TESTS], metavar="FILE")
+    parser.add_argument("--every", type=int, default=1, metavar="N", help="take every N-th mutant only")
+    parser.add_argument("--again", action="store_true", help="use the record of lines of the last run")
+    arguments = parser.parse_args()
+    os.chdir(ROOT)
+    RECORD.parent.mkdir(parents=True, exist_ok=True)
+    import_all()
+    known_lines = arguments.again and RECORD.exists()
+    # In a child, so that this process never starts JAX's threads, which a fork would lose.
+    if not known_lines and forked(lambda: Lines().run(arguments.tests) or 0, 3600) != 0:
+        print("the tests fail without a mutant: run them and mend them first", file=sys.stderr)
+        return 2
+    record, known, unexplained, all_count, all_left = json.loads(RECORD.read_text()), explained(), [], 0, 0
+    for module in arguments.modules:
+        mutants = list(mutants_of((ROOT / f"optax_fp16/{module}.py").read_text()))[:: arguments.every]
+        left = [mutant for mutant in mutants if survives(module, mutant, record)]
+        new = [mutant for mutant in left if (module, *mutant[1:4]) not in known]
+        print(f"{module:16} {len(mutants):4} mutants, {len(left):3} survive, {len(new):3} unexplained", flush=True)
+        for mutant in new:
+            print(
+                f"- `{module}` `{mutant.function}`: `{mutant.before}` → `{mutant.after}`: line {mutant.line}",
+                flush=True,
+            )
+        unexplained += new
+        all_count, all_left = all_count + len(mutants), all_left + len(left)
+    print(f"{'all':16} {all_count:4} mutants, {all_left:3} survive, {len(unexplained):3} unexplained")
+    return 1 if unexplained else 0
+
+
+def import_all() -> None:
+    """What the tests import, but for the package itself and for what pytest wants to import first."""
+    import warnings
+
+    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+    warnings.filterwarnings("ignore", message=".*fork.*")
+    import flax.nnx
+    import flax.training.train_state  # noqa: F401
+    import jmp  # noqa: F401
+    import optax  # noqa: F401
+    import pytest  # noqa: F401
+
+
+if __name__ == "__main__":
+    sys.exit(main())
