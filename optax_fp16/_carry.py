@@ -75,8 +75,8 @@ def carried(
         raise TypeError(f"scale_state must be the state of a dynamic_loss_scale, not {shown(scale_state)}.")
     if not isinstance(knobs, Mapping):
         raise TypeError(f"knobs must be a dict of arguments of dynamic_loss_scale, not {shown(knobs)}.")
-    if isinstance(leave, str):
-        raise TypeError(f"leave must be a tuple of names, such as ({leave!r},), not {leave!r}.")
+    if not isinstance(leave, (tuple, list)) or not all(isinstance(name, str) for name in leave):
+        raise TypeError(f"leave must be a tuple of names, such as ('min_scale',), not {shown(leave)}.")
     tx = inspect.signature(dynamic_loss_scale).parameters
     unknown = [name for name in (*knobs, *leave) if name not in tx]
     if unknown:

@@ -62,19 +62,23 @@ class Axes:
       axis_name: the axis of `pmap` or `shard_map` over which the gradients are spread or replicated, or a tuple of them.
       sharded: False: every device holds the same gradients. True: every leaf is another shard on each device.
         A tree of bools or `PartitionSpec`s, a prefix of the gradients' tree: leaf by leaf.
+      called: the name of the argument that `sharded` came as, for the messages.
 
     Raises:
       TypeError, ValueError: for a name that isn't one, or a tree with other leaves than bools and specs.
     """
 
-    def __init__(self, axis_name: Any = None, sharded: Any = False):
+    def __init__(self, axis_name: Any = None, sharded: Any = False, *, called: str = "sharded"):
         self.names = _axis_names(axis_name)
         self.sharded = sharded
-        leaves = jax.tree.leaves(sharded, is_leaf=_is_spec) if not _is_spec(sharded) else [sharded]
+        try:
+            leaves = jax.tree.leaves(sharded, is_leaf=_is_spec)
+        except ValueError as error:  # JAX sorts a dict's keys, and can't if they are of several kinds
+            raise TypeError(f"{called} must be a tree that JAX can flatten, not {shown(sharded)}: {error}") from error
         for leaf in leaves:
             if not _is_spec(leaf):
                 raise TypeError(
-                    "sharded must be True, False, or a tree (a prefix of the gradients' tree) of bools and "
+                    f"{called} must be True, False, or a tree (a prefix of the gradients' tree) of bools and "
                     f"PartitionSpecs; it holds {shown(leaf)}."
                 )
         if any(leaf is True for leaf in leaves) and not self.names:
@@ -206,3 +210,10 @@ def my_index(names: frozenset[Any]) -> jax.Array:
 
 def device_count(names: frozenset[Any]) -> int:
     return jax.lax.axis_size(tuple(sorted(names))) if names else 1
+
+
+def sum_over_devices(value: jax.Array, names: frozenset[Any]) -> jax.Array:
+    """The sum over every axis; along one that the value doesn't vary over by its type there is a single device."""
+    alike = tuple(name for name in sorted(names) if name not in varying_axes(value) and axes_are_typed(name))
+    varying = jax.lax.pcast(value, alike, to="varying") if alike else value
+    return jax.lax.psum(varying, tuple(sorted(names)))

@@ -91,7 +91,7 @@ def floating_dtype(name: str, value: Any) -> Any:
     """The argument as a numpy dtype of real floating kind, or an error that names it."""
     try:
         dtype = jax.dtypes.canonicalize_dtype(value)
-    except (TypeError, ValueError) as error:
+    except Exception as error:  # whatever a stranger's object raises when it is asked for its dtype
         raise TypeError(f"{name} must be a floating dtype such as jnp.float16, not {shown(value)}.") from error
     if value is None or not jax.numpy.issubdtype(dtype, np.floating):
         raise TypeError(f"{name} must be a floating dtype such as jnp.float16, not {shown(value)}.")

@@ -1,5 +1,6 @@
 """Clipping to a global norm that is accumulated in fp32, whatever the dtypes of the gradients."""
 
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -48,7 +49,8 @@ def checked_max_norm(max_norm: Any) -> Any:
     """max_norm as a float; one that `optax.inject_hyperparams` traces is left as it is."""
     if is_traced(max_norm):
         return max_norm
-    return number("max_norm", max_norm, "a norm of 0 or more (jnp.inf: no clipping)", low=0.0)
+    limit = number("max_norm", max_norm, "a norm of 0 or more (jnp.inf: no clipping)", low=0.0)
+    return limit if limit <= float(jnp.finfo(jnp.float32).max) else math.inf  # beyond fp32 no norm is finite anyway
 
 
 def clip_by_global_norm_fp32(

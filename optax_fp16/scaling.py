@@ -1,7 +1,8 @@
 """The forward side of loss scaling: the loss times the scale, and gradients of it."""
 
+import operator
 from collections.abc import Callable, Sequence
-from typing import Any, SupportsIndex
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -89,5 +90,12 @@ def value_and_grad(
 
 def _check_argnums(argnums: Any) -> None:
     numbers = argnums if isinstance(argnums, (tuple, list)) else (argnums,)
-    if not numbers or any(isinstance(number, bool) or not isinstance(number, SupportsIndex) for number in numbers):
+    if not numbers or not all(map(_is_position, numbers)):
         raise TypeError(f"argnums must be the position of an argument, or a tuple of them, not {shown(argnums)}.")
+
+
+def _is_position(number: Any) -> bool:
+    try:
+        return not isinstance(number, bool) and operator.index(number) is not None
+    except Exception:  # whatever a stranger's __index__ raises
+        return False

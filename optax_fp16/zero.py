@@ -120,7 +120,8 @@ def distributed(
     if not names:
         raise ValueError("axis_name must name the data-parallel axis, such as 'data'; it is empty.")
     travelling = None if transport is None else floating_dtype("transport", transport)
-    knobs = _Knobs(inner, names, travelling, Axes(None, False if param_specs is None else param_specs))
+    others = Axes(None, False if param_specs is None else param_specs, called="param_specs")
+    knobs = _Knobs(inner, names, travelling, others)
     layout = StateLayout(lambda params: init_inner(inner, params), names, param_specs)
 
     def init(params: Any) -> Any:
