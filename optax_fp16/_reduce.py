@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ._devices import SPLIT_FROM, Axes, device_count, in_force, my_index
+from ._devices import SPLIT_FROM, Axes, device_count, in_force, my_index, sum_over_devices
 from ._lowering import mesh_is_shared, reduction_strategy
 from ._tree import is_gradient, wide_dtype, widened
 
@@ -36,7 +36,7 @@ def sum_of_squares(tree: Any, axes: Axes) -> jax.Array:
     for shards in {shards for _, shards in parts}:
         alike = everywhere - shards
         total = total + _counted_once([leaf for leaf, own in parts if own == shards], alike)
-    return jax.lax.psum(total, tuple(sorted(everywhere)))
+    return sum_over_devices(total, everywhere)
 
 
 def _counted_once(leaves: list[Any], alike: frozenset[Any]) -> jax.Array:
