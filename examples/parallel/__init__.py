@@ -1,0 +1,1 @@
+"""BERT over several devices: data, tensor and pipeline parallelism, with and without the distributed optimizer."""
