@@ -133,9 +133,7 @@ def report(
     skipped = plot.skipped_steps(metrics)
     change = np.diff(np.log2(metrics["loss_scale"]))
     table = Table("what", "value", title=f"BERT-{args.size}, {args.precision}, {args.steps} steps")
-    table.add_row(
-        "training loss, mean of the last 100 steps", f"{np.nanmean(np.where(np.isfinite(last), last, np.nan)):.3f}"
-    )
+    table.add_row(f"training loss, mean of the last {len(last)} steps", f"{plot.smoothed(last, len(last))[-1]:.3f}")
     table.add_row("validation loss", f"{validation['loss']:.3f}")
     table.add_row("unigram entropy of the text", f"{entropy:.3f}")
     table.add_row("validation: masked words guessed", f"{validation['masked_accuracy']:.1%}")

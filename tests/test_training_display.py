@@ -92,6 +92,14 @@ def test_a_terminal_gets_a_bar_with_all_there_is_to_see():
         assert part in shown
 
 
+def test_a_narrow_terminal_shows_all_of_it_without_the_bar():
+    console = Console(file=io.StringIO(), force_terminal=True, width=80, color_system=None)
+    with Progress(1000, 0, "accuracy", console) as progress:
+        progress.update(450, metric_row(450), 4.0)
+    shown = console.file.getvalue().split("\r")[-1]
+    assert " 450/1000 loss 2.000 acc 25.0% scale 2^15 |g| 0.5 skipped 3 4.00 steps/s -:--:--" in shown
+
+
 def test_the_recorder_is_one_step_late_and_flushes_what_waits(tmp_path):
     shown = []
     progress = SimpleNamespace(update=lambda step, row, speed: shown.append((step, row["loss"])))

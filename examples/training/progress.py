@@ -9,6 +9,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 from rich.progress import Progress as Bar
 
 _SMOOTHED = 20  # steps that the shown loss and accuracy are means of
+_WIDE = 110  # columns of a terminal with room for a bar too
 _LINES = 20  # in a log, for the whole run
 
 
@@ -39,8 +40,9 @@ class Progress:
     def __init__(self, steps: int, done: int, accuracy: str, console: Console):
         self._steps, self._accuracy, self._console = steps, accuracy, console
         self._recent: deque[tuple[float, float]] = deque(maxlen=_SMOOTHED)
+        self._narrow = console.width < _WIDE
         self._bar = Bar(
-            BarColumn(bar_width=20),
+            *([] if self._narrow else [BarColumn(bar_width=20)]),
             MofNCompleteColumn(),
             TextColumn("{task.fields[shown]}"),
             TimeRemainingColumn(),
@@ -64,7 +66,7 @@ class Progress:
             f"loss {loss:.3f}  acc {accuracy:.1%}  scale {scale_words(row['loss_scale'])}  "
             f"|g| {row['grad_norm']:.3g}  skipped {row['skipped_total']}  {steps_per_second:.2f} steps/s"
         )
-        self._bar.update(self._task, completed=step, shown=shown)
+        self._bar.update(self._task, completed=step, shown=shown.replace("  ", " ") if self._narrow else shown)
         if not self._console.is_terminal and (step % max(1, self._steps // _LINES) == 0 or step == self._steps):
             left = f"{(self._steps - step) / steps_per_second:.0f}" if steps_per_second else "?"
             self._console.print(f"step {step}/{self._steps}  {shown}  {left} s left", highlight=False, soft_wrap=True)
