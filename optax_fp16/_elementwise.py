@@ -1,10 +1,14 @@
 """Whether an optimizer may run on parts of arrays: it must not compute anything over a whole array."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+
+if (
+    TYPE_CHECKING
+):  # `jax.extend` brings Pallas along, which takes longer to import than this package: only where it is used
+    from jax.extend.core import Jaxpr
 
 # What a value in the traced update is.
 _CLEAN = 0  # the same whatever part a device has: step counts, schedules, sums that went over the devices
@@ -49,8 +53,10 @@ def _is_array(variable: Any) -> bool:
     return len(getattr(variable.aval, "shape", ())) > 0
 
 
-def _followed(jaxpr: Jaxpr, inputs: Sequence[int], names: frozenset[str], culprits: list[str]) -> list[int]:
+def _followed(jaxpr: "Jaxpr", inputs: Sequence[int], names: frozenset[str], culprits: list[str]) -> list[int]:
     """What each output of a jaxpr is, from what its inputs are."""
+    from jax.extend.core import Literal
+
     known = dict(zip(jaxpr.invars, inputs, strict=True))
 
     def of(variable: Any) -> int:
@@ -68,7 +74,7 @@ def _followed(jaxpr: Jaxpr, inputs: Sequence[int], names: frozenset[str], culpri
 
 
 def _through(
-    equation: Any, bodies: list[Jaxpr], given: list[int], names: frozenset[str], culprits: list[str]
+    equation: Any, bodies: "list[Jaxpr]", given: list[int], names: frozenset[str], culprits: list[str]
 ) -> list[int]:
     """Through a call or the branches of a condition, argument by argument; through a loop, whatever may come round."""
     count = len(equation.outvars)
@@ -96,7 +102,9 @@ def _one(equation: Any, given: list[int], names: frozenset[str], culprits: list[
     return most
 
 
-def _inside(params: dict[str, Any]) -> Iterator[Jaxpr]:
+def _inside(params: dict[str, Any]) -> "Iterator[Jaxpr]":
+    from jax.extend.core import ClosedJaxpr, Jaxpr
+
     for value in params.values():
         for each in value if isinstance(value, (tuple, list)) else (value,):
             if isinstance(each, ClosedJaxpr):

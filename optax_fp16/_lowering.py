@@ -1,13 +1,12 @@
 """What is known only when a program is lowered: its platform, and whether its arrays are whole on each device."""
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Primitive
-from jax.interpreters import mlir
 
 # How to reduce many arrays: each by itself, or as one where they lie whole in one device's memory.
 EACH, ON_CPU, ON_GPU = 0, 1, 2
@@ -24,21 +23,27 @@ def arrays_are_whole(axis_context: Any) -> bool:
     return getattr(axis_context, "num_devices", 0) == 1
 
 
-def _lowering(strategy: int) -> Any:
-    def rule(ctx: Any) -> list[Any]:
-        chosen = strategy if arrays_are_whole(ctx.module_context.axis_context) else EACH
-        return [mlir.ir_constant(np.asarray(chosen, np.int32))]
+@cache
+def _strategy() -> Any:
+    """The primitive, made when it is first used: `jax.extend` brings Pallas along, which takes longer to import than we do."""
+    from jax.extend.core import Primitive
+    from jax.interpreters import mlir
 
-    return rule
+    def lowering(strategy: int) -> Any:
+        def rule(ctx: Any) -> list[Any]:
+            chosen = strategy if arrays_are_whole(ctx.module_context.axis_context) else EACH
+            return [mlir.ir_constant(np.asarray(chosen, np.int32))]
 
+        return rule
 
-_strategy = Primitive("reduction_strategy")
-_strategy.def_impl(lambda: jnp.asarray(EACH, jnp.int32))
-_strategy.def_abstract_eval(lambda: jax.typeof(jax.ShapeDtypeStruct((), jnp.int32)))
-mlir.register_lowering(_strategy, _lowering(EACH))
-mlir.register_lowering(_strategy, _lowering(ON_CPU), platform="cpu")
-mlir.register_lowering(_strategy, _lowering(ON_GPU), platform="cuda")
-mlir.register_lowering(_strategy, _lowering(ON_GPU), platform="rocm")
+    primitive = Primitive("reduction_strategy")
+    primitive.def_impl(lambda: jnp.asarray(EACH, jnp.int32))
+    primitive.def_abstract_eval(lambda: jax.typeof(jax.ShapeDtypeStruct((), jnp.int32)))
+    mlir.register_lowering(primitive, lowering(EACH))
+    mlir.register_lowering(primitive, lowering(ON_CPU), platform="cpu")
+    mlir.register_lowering(primitive, lowering(ON_GPU), platform="cuda")
+    mlir.register_lowering(primitive, lowering(ON_GPU), platform="rocm")
+    return primitive
 
 
 def mesh_is_shared(leaves: Sequence[Any] = ()) -> bool:
@@ -50,4 +55,4 @@ def mesh_is_shared(leaves: Sequence[Any] = ()) -> bool:
 
 def reduction_strategy() -> jax.Array:
     """i32[]: EACH, ON_CPU or ON_GPU; a constant by the time the program is compiled, so that a switch on it costs nothing."""
-    return _strategy.bind()
+    return _strategy().bind()
