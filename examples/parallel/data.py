@@ -26,9 +26,7 @@ def read(*, size: str, vocabulary: int, length: int, batch_size: int, seed: int,
 
     def batches(name: str, documents: list[prose.Document]) -> Batches:
         encoded = wordpiece.encode(tokenizer, documents)
-        return Batches(
-            encoded, length=length, batch_size=batch_size, vocabulary_size=entries, seed=seed, name=name
-        )
+        return Batches(encoded, length=length, batch_size=batch_size, vocabulary_size=entries, seed=seed, name=name)
 
     padded = -(-entries // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
     config = BertConfig(vocab_size=padded, max_length=length, dropout=0.0, dtype=dtype, **SIZES[size])

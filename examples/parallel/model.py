@@ -47,9 +47,7 @@ def encoder_layer(p: Params, config: BertConfig, x: jax.Array, attention_mask: j
     """One layer, [B, L, hidden]; a device has whole heads."""
     attention = p["attention"]
     width = config.hidden_size // config.num_heads
-    q, k, v = (
-        _columns(attention[name], x).reshape(*x.shape[:2], -1, width) for name in ("query", "key", "value")
-    )
+    q, k, v = (_columns(attention[name], x).reshape(*x.shape[:2], -1, width) for name in ("query", "key", "value"))
     q = q * jnp.asarray(1 / math.sqrt(width), q.dtype)
     weights = attention_weights(jnp.einsum("bqhd,bkhd->bhqk", q, k), attention_mask)
     context = jnp.einsum("bhqk,bkhd->bqhd", weights, v).reshape(*x.shape[:2], -1)

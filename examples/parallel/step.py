@@ -91,6 +91,7 @@ def train_step(plan: Spread) -> Callable[..., Any]:
 
     `poison` is the index along "data" of the device whose gradients become Inf; -1 for none.
     """
+
     def step(params: Any, state: Any, batch: Batch, poison: jax.Array) -> tuple[Any, Any, dict[str, jax.Array]]:
         # Differentiating by parameters that vary along "data" by their type leaves each device its own gradients.
         own = jax.lax.pcast(params, DATA, to="varying")
@@ -102,9 +103,7 @@ def train_step(plan: Spread) -> Callable[..., Any]:
         return params, state, {"loss": jax.lax.psum(share, DATA) / count, **fp16.metrics_of(state)}
 
     places = (plan.param_specs, plan.state_specs)
-    spread_step = jax.shard_map(
-        step, mesh=plan.mesh, in_specs=(*places, P(DATA), P()), out_specs=(*places, P())
-    )
+    spread_step = jax.shard_map(step, mesh=plan.mesh, in_specs=(*places, P(DATA), P()), out_specs=(*places, P()))
     return jax.jit(spread_step, donate_argnums=(0, 1))
 
 

@@ -58,9 +58,7 @@ def closeness(results: Sequence[Result]) -> str:
         ("validation", [result.validation_loss for result in results]),
     ):
         spans.append(f"the {name} losses lie within {(max(losses) - min(losses)) / max(losses):.1e} of each other")
-    return (
-        f"{' and '.join(spans)}: all rows compute the same sums, in other orders and, in half precision, rounded elsewhere."
-    )
+    return f"{' and '.join(spans)}: all rows compute the same sums, in other orders and, in half precision, rounded elsewhere."
 
 
 def run_all(run: Callable[[Layout, bool], Result], folder: Path) -> None:
@@ -75,7 +73,10 @@ def run_all(run: Callable[[Layout, bool], Result], folder: Path) -> None:
             rows.append(row(layout, zero, result))
             shown.add_row(*rows[-1])
             write(rows, folder)
-            print(f"dp {layout.dp} tp {layout.tp} pp {layout.pp} {'ZeRO' if zero else ''}: loss {result.loss:.5f}", flush=True)
+            print(
+                f"dp {layout.dp} tp {layout.tp} pp {layout.pp} {'ZeRO' if zero else ''}: loss {result.loss:.5f}",
+                flush=True,
+            )
     console = Console()
     # A log has no width of its own, and a wrapped table can't be read.
     (console if console.is_terminal else Console(width=180)).print(shown)
