@@ -52,10 +52,10 @@ class Lines:
 
     def pytest_runtest_setup(self, item):
         self.coverage.switch_context(item.nodeid)
+        self.seconds[item.nodeid] = -time.process_time()
 
-    def pytest_runtest_logreport(self, report):
-        if report.when == "call":
-            self.seconds[report.nodeid] = report.duration
+    def pytest_runtest_teardown(self, item):
+        self.seconds[item.nodeid] += time.process_time()
 
     def run(self, tests: list[str]) -> None:
         import pytest
