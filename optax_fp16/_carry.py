@@ -11,8 +11,8 @@ from .loss_scale import DynamicLossScaleState, dynamic_loss_scale
 
 Knobs = dict[str, Any]
 
-# Bounds out of the way: rules without a floor or a ceiling have these, fp32's own.
-LOWEST, HIGHEST = 2.0**-126, 2.0**127
+# Bounds out of the way: rules without a floor or a ceiling have the widest that `dynamic_loss_scale` takes.
+LOWEST, HIGHEST = 2.0**-126, 2.0**126
 
 _REQUIRED = object()
 

@@ -146,7 +146,7 @@ WORLDS = {
 }
 
 
-def pattern(seed, steps=STEPS, rate=0.03):
+def pattern(seed, steps=STEPS, rate=0.042):  # at which a growth after 17 steps and a back-off are as frequent
     return np.random.default_rng(seed).random(steps) >= rate
 
 
