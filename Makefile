@@ -53,6 +53,17 @@ format: $(VENV)/.test
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# Pages in site/; fails on any warning.
+docs: $(VENV)/.docs
+	$(BIN)/python -m mkdocs build --strict
+
+# Wheel and sdist in dist/, checked: metadata, contents, an installation into an empty environment, the quickstart.
+dist: $(VENV)/.dist
+	rm -rf dist
+	$(BIN)/python -m build
+	$(BIN)/python -m twine check --strict dist/*
+	$(BIN)/python .ci/check_dist.py dist
+
 clean:
 	rm -rf $(VENV) build dist site runs .pytest_cache .ruff_cache .hypothesis
 
@@ -69,4 +80,12 @@ $(VENV)/.test: $(VENV)/bin/python pyproject.toml
 	$(BIN)/python -m pip install --quiet $(PIP_CONSTRAINT_ARGS) --editable '.[test]'
 	@# XLA's compiler for NVIDIA GPUs, which needs none: tests read the programs that it makes. It has to be of jaxlib's version.
 	$(BIN)/python -m pip install --quiet --no-deps "jax-cuda12-pjrt==$$($(BIN)/python -c 'import jaxlib; print(jaxlib.__version__)')"
+	touch $@
+
+$(VENV)/.docs: $(VENV)/bin/python pyproject.toml
+	$(BIN)/python -m pip install --quiet --editable '.[docs]'
+	touch $@
+
+$(VENV)/.dist: $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet build twine
 	touch $@
