@@ -65,6 +65,8 @@ def _end(started: Sequence[subprocess.Popen]) -> None:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+        if process.stdin:
+            process.stdin.close()
 
 
 def end_with_the_launcher() -> None:

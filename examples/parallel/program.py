@@ -26,7 +26,7 @@ def main(args: argparse.Namespace) -> int:
     if args.process_id is None:
         return _run(args)
     end_with_the_launcher()
-    _join(args)
+    join(args)
     try:
         return _run(args)
     except jax.errors.JaxRuntimeError as error:
@@ -38,7 +38,8 @@ def main(args: argparse.Namespace) -> int:
         os._exit(1)  # the ordinary way out would wait for the others
 
 
-def _join(args: argparse.Namespace) -> None:
+def join(args: argparse.Namespace) -> None:
+    """Make the devices of all processes one set."""
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(
         args.coordinator,
