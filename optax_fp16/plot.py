@@ -125,7 +125,7 @@ def _new_axes() -> Any:
 
 
 def _percent(share: float) -> str:
-    return f"{100 * share:.3g} %"
+    return f"{100 * share:.4g} %"
 
 
 def _power(scale: float) -> str:

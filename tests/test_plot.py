@@ -33,7 +33,7 @@ def test_each_gradient_is_drawn_by_what_fp16_makes_of_it_at_the_scale():
     assert _bars(ax, "subnormal") == {-40: seventh, -30: seventh}
     assert _bars(ax, "normal") == {-29: seventh, 0: seventh}
     assert _bars(ax, "overflows") == {1: seventh}
-    assert "7 gradient entries and float16; 14.3 % are zero" in ax.get_title()
+    assert "7 gradient entries and float16; 14.29 % are zero" in ax.get_title()
     with np.errstate(over="ignore"):
         in_fp16 = np.asarray(true * 2.0**15, np.float16)
     assert in_fp16[0] == 0
