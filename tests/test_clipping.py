@@ -38,6 +38,15 @@ def test_one_fp16_gradient_of_300_is_an_applied_step():
     assert state[1].applied_total == 1
 
 
+def test_before_the_first_step_the_norm_is_0_and_the_ratio_1_in_fp32():
+    state = fp16.clip_by_global_norm_fp32(1.0).init(jnp.zeros(1, jnp.float16))
+    assert [(field.item(), field.dtype) for field in state] == [(0.0, jnp.float32), (1.0, jnp.float32)]
+
+
+def test_a_limit_above_fp16s_largest_number_clips():
+    np.testing.assert_array_equal(clip(jnp.array([2e5]), 1e5)[0], [1e5])
+
+
 def test_a_norm_above_fp16s_largest_number_is_clipped():
     np.testing.assert_array_equal(clip(jnp.full(4, 40000, jnp.float16), 1.0)[0], [0.5] * 4)
 
@@ -134,7 +143,7 @@ def test_the_ratio_is_not_finite_when_the_norm_is_not(bad):
 
 def test_dividing_by_the_ratio_clips():
     grads = jnp.array([3.0, 4.0])
-    for limit, want in ((1.0, 5.0), (5.0, 1.0), (10.0, 1.0), (jnp.inf, 1.0)):
+    for limit, want in ((1.0, 5.0), (2.0, 2.5), (5.0, 1.0), (10.0, 1.0), (jnp.inf, 1.0)):
         assert fp16.grad_global_norm(grads, limit)[1] == want
 
 
