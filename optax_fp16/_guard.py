@@ -29,6 +29,8 @@ def take_step(finite: jax.Array, step: Callable[[], Tree], stay: Callable[[Tree]
     if not is_traced(finite):
         return step() if finite else stay(_unplaced(jax.eval_shape(step)))
 
+    step = jax.jit(step)  # traced once, however often it is used here
+
     def by_select() -> Tree:
         new = step()
         return select(finite, new, stay(new))

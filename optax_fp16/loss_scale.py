@@ -226,8 +226,8 @@ def static_loss_scale(
 
 
 def _scale(name: str, value: Any) -> float:
-    allowed = "a positive number that fp32 can hold"
-    return number(name, value, allowed, low=FP32_TINY, high=FP32_MAX)
+    allowed = "a number from 2**-126 to 2**126, which fp32 can hold and so its inverse"
+    return number(name, value, allowed, low=FP32_TINY, high=1 / FP32_TINY)
 
 
 def _link(init: Callable[..., Any], adjust: Callable[..., Any], axes: Axes) -> LossScaleTransformation:

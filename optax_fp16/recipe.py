@@ -112,8 +112,11 @@ def _step(
     finite = is_finite(norm)
     limit = jnp.float32(jnp.inf) if knobs.max_norm is None else knobs.max_norm
     factor = clip_factor(norm, limit)
-    ready = map_gradients(lambda leaf: _unscaled(leaf, scale, None if knobs.max_norm is None else factor), grads)
     guard = state.guard_state
+
+    def ready() -> Any:  # inside of the guard: before it, a CPU would write them to memory first
+        return map_gradients(lambda leaf: _unscaled(leaf, scale, None if knobs.max_norm is None else factor), grads)
+
     new, inner_state = guarded(knobs.inner, finite, ready, guard.inner_state, params, extra)
     return new, MixedPrecisionState(
         watched(knobs.scale.adjust(state.scale_state, finite), grads, scale, knobs.axes),
@@ -123,9 +126,10 @@ def _step(
 
 
 def _unscaled(leaf: Any, scale: jax.Array, factor: jax.Array | None) -> jax.Array:
+    # One multiplication, exact but for the clip when S is a power of two. XLA for CPU would write quotients to memory.
     wide = widened(leaf)
-    unscaled = wide / scale.astype(wide.dtype)
-    return unscaled if factor is None else unscaled * factor.astype(wide.dtype)
+    multiplier = 1 / scale if factor is None else factor / scale
+    return wide * multiplier.astype(wide.dtype)
 
 
 def _scale_link(loss_scale: Any) -> LossScaleTransformation:

@@ -1,5 +1,6 @@
 """A step whose gradients aren't finite is skipped whole, and counted."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -54,24 +55,24 @@ def counted(state: SkipIfNonfiniteState, inner_state: Any, norm: jax.Array, fini
 
 
 def guarded_update(
-    inner: Any, finite: jax.Array, grads: Any, inner_state: Any, params: Any, extra: dict[str, Any]
+    inner: Any, finite: jax.Array, ready: Callable[[], Any], inner_state: Any, params: Any, extra: dict[str, Any]
 ) -> tuple[Any, Any]:
-    """(updates, inner state): the inner step's, or zeros and the state as it was."""
+    """(updates, inner state): the inner step's on the gradients that `ready` makes, or zeros and the state as it was."""
 
     def step() -> tuple[Any, Any]:
-        updates, new_state = update_inner(inner, grads, inner_state, params, extra)
+        updates, new_state = update_inner(inner, ready(), inner_state, params, extra)
         return updates, in_the_state_dtypes(new_state, inner_state)
 
     return take_step(finite, step, lambda shapes: (zeros_like(shapes[0]), inner_state))
 
 
 def guarded_apply(
-    inner: Any, finite: jax.Array, grads: Any, inner_state: Any, params: Any, extra: dict[str, Any]
+    inner: Any, finite: jax.Array, ready: Callable[[], Any], inner_state: Any, params: Any, extra: dict[str, Any]
 ) -> tuple[Any, Any]:
-    """(params, inner state): after the inner step, or both as they were."""
+    """(params, inner state): after the inner step on the gradients that `ready` makes, or both as they were."""
 
     def step() -> tuple[Any, Any]:
-        new_params, new_state = apply_inner(inner, grads, inner_state, params, extra)
+        new_params, new_state = apply_inner(inner, ready(), inner_state, params, extra)
         return in_the_state_dtypes(new_params, params), in_the_state_dtypes(new_state, inner_state)
 
     return take_step(finite, step, lambda shapes: (params, inner_state))
@@ -134,14 +135,14 @@ def skip_if_nonfinite(inner: Any, *, axis_name: Any = None, sharded: Any = False
         state = read_at_once(state)
         norm = global_norm(updates, axes)
         finite = is_finite(norm)
-        new, inner_state = guarded_update(inner, finite, updates, state.inner_state, params, extra)
+        new, inner_state = guarded_update(inner, finite, lambda: updates, state.inner_state, params, extra)
         return new, counted(state, inner_state, norm, finite)
 
     def apply(grads: Any, state: Any, params: Any, **extra: Any) -> tuple[Any, Any]:
         state = read_at_once(state)
         norm = global_norm(grads, axes)
         finite = is_finite(norm)
-        params, inner_state = guarded_apply(inner, finite, grads, state.inner_state, params, extra)
+        params, inner_state = guarded_apply(inner, finite, lambda: grads, state.inner_state, params, extra)
         return params, counted(state, inner_state, norm, finite)
 
     return ApplyTransformation(init, update, apply)

@@ -112,19 +112,21 @@ def dynamic_scale() -> Step:
 
 
 def jmp_scale() -> Step:
-    """jmp's DynamicLossScale, used as its README says."""
+    """jmp's DynamicLossScale, used as its README says; as arrays between steps, since `lower` can't take its class apart."""
     tx = clipped_adamw()
 
     def init(params: Any) -> Any:
-        return jmp.DynamicLossScale(jnp.asarray(SCALE, jnp.float32)), tx.init(params)
+        return (jnp.asarray(SCALE, jnp.float32), jnp.zeros((), jnp.int32)), tx.init(params)
 
     def step(params: Any, opt_state: Any, grads: Any) -> tuple[Any, Any]:
-        scaler, tx_state = opt_state
+        (scale, counter), tx_state = opt_state
+        scaler = jmp.DynamicLossScale(scale, counter)
         grads = scaler.unscale(jax.tree.map(lambda g: g.astype(jnp.float32), grads))
         finite = jmp.all_finite(grads)
         updates, new_state = tx.update(grads, tx_state, params)
         new_params = optax.apply_updates(params, updates)
         kept = jmp.select_tree(finite, (new_params, new_state), (params, tx_state))
-        return kept[0], (scaler.adjust(finite), kept[1])
+        scaler = scaler.adjust(finite)
+        return kept[0], ((scaler.loss_scale, scaler.counter), kept[1])
 
     return Step(init, step)
