@@ -14,13 +14,22 @@ class ApplyTransformation(optax.GradientTransformationExtraArgs):
     """An Optax transformation (a pair of `init` and `update`) with `apply(grads, state, params, **extra) -> (params, state)`.
 
     `apply` is `update` and `optax.apply_updates` under one guard. It is an attribute, since `optax.chain` unpacks a pair.
+    `kept(state, params) -> params` gives the parameters that belong to a state, from the state where it holds them.
     """
 
     apply: Callable[..., tuple[Any, Any]]
+    kept: Callable[[Any, Any], Any]
 
-    def __new__(cls, init: Callable[..., Any], update: Callable[..., Any], apply: Callable[..., Any]):
+    def __new__(
+        cls,
+        init: Callable[..., Any],
+        update: Callable[..., Any],
+        apply: Callable[..., Any],
+        kept: Callable[[Any, Any], Any] = lambda state, params: params,
+    ):
         self = super().__new__(cls, init, update)
         self.apply = apply
+        self.kept = kept
         return self
 
 
@@ -85,3 +94,11 @@ def apply_inner(inner: Any, grads: Any, state: Any, params: Any, extra: dict[str
         return inner.apply(to_fp32(grads), state, params, **extra)
     updates, state = update_inner(inner, grads, state, params, extra)
     return optaxs_own(optax.apply_updates)(params, updates), state
+
+
+def kept_params(inner: Any, state: Any, params: Any) -> Any:
+    """The parameters of a skipped step: as they were, but made from fp32 masters where there are some.
+
+    They are the same bits, and the masters are read anyway: a GPU's select is spared reading the parameters too.
+    """
+    return inner.kept(state, params) if isinstance(inner, ApplyTransformation) else params

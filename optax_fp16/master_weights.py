@@ -81,7 +81,10 @@ def master_weights(inner: Any, *, remainder: bool = False) -> ApplyTransformatio
         _, new, state = step(grads, state, params, extra)
         return jax.tree.map(_rounded, params, old, new), state
 
-    return ApplyTransformation(init, update, apply)
+    def kept(state: Any, params: Any) -> Any:
+        return jax.tree.map(_read_back, state.master_params, params, is_leaf=_is_masked)
+
+    return ApplyTransformation(init, update, apply, kept)
 
 
 def _is_masked(node: Any) -> bool:
@@ -106,6 +109,11 @@ def _current(kept: Any, param: Any) -> Any:
     if _is_masked(kept):
         return param
     return joined(param, kept) if is_remainder(kept) else kept
+
+
+def _read_back(kept: Any, param: Any) -> Any:
+    """The parameter that a master rounds to; itself where there is no master, or only the bits that it lacks."""
+    return param if _is_masked(kept) or is_remainder(kept) or not is_half(param) else kept.astype(param.dtype)
 
 
 def _kept(old: Any, new: Any) -> Any:

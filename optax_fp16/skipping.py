@@ -9,7 +9,7 @@ import optax
 
 from ._devices import Axes
 from ._guard import in_the_state_dtypes, take_step, zeros_like
-from ._inner import ApplyTransformation, apply_inner, apply_of, checked_inner, init_inner, update_inner
+from ._inner import ApplyTransformation, apply_inner, apply_of, checked_inner, init_inner, kept_params, update_inner
 from ._messages import transformation
 from ._reduce import for_the_record, global_norm, is_finite
 from ._scalars import read_at_once
@@ -75,7 +75,7 @@ def guarded_apply(
         new_params, new_state = apply_inner(inner, ready(), inner_state, params, extra)
         return in_the_state_dtypes(new_params, params), in_the_state_dtypes(new_state, inner_state)
 
-    return take_step(finite, step, lambda shapes: (params, inner_state))
+    return take_step(finite, step, lambda shapes: (kept_params(inner, inner_state, params), inner_state))
 
 
 def refuse_inner_loss_scale(inner_state: Any) -> None:
