@@ -66,7 +66,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--mistakes", type=integer(0), default=5, help="of the worst, to print at the end")
     parser.add_argument("--compare", action="store_true", help="five ways of training instead, in one table")
     parser.add_argument("--seeds", type=integer(1), default=3, help="runs of each way in --compare")
-    add_training_arguments(parser, batch_size=32, length=64, learning_rate=1e-4, growth_interval=100, keep=1)
+    add_training_arguments(parser, batch_size=32, length=64, learning_rate=3e-5, growth_interval=100, keep=1)
     args = parser.parse_args(argv)
     fill_in(args)
     if args.half_params is None:
