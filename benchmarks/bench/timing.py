@@ -1,0 +1,100 @@
+"""Timing compiled steps: all of them in turn, round after round, so that they share whatever else the machine does."""
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from .shapes import Shapes, drawn, entries_of
+from .steps import SCALE, Step
+
+
+class Compiled(NamedTuple):
+    run: Callable[[Any, Any, Any], tuple[Any, Any]]
+    trace: float  # seconds
+    lower: float
+    compile: float
+
+    @property
+    def seconds(self) -> float:
+        return self.trace + self.lower + self.compile
+
+
+class Spread(NamedTuple):
+    """Milliseconds of one step."""
+
+    median: float
+    low: float
+    high: float
+
+
+def fresh(step: Step, shapes: Shapes, grads: Any) -> tuple[Any, Any, Any]:
+    """(params, opt_state, grads), each array in a buffer of its own, so that the first two can be donated."""
+    params = drawn(shapes, jnp.float32, seed=0, scale=0.02)
+    state = jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), step.init(params))
+    return params, state, drawn(shapes, grads, seed=1, scale=SCALE * 1e-4)
+
+
+def compiled(step: Step, shapes: Shapes, grads: Any = jnp.float32) -> Compiled:
+    """The step compiled with params and state donated, and how long each stage took."""
+
+    def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+
+    params = {f"w{index:04d}": jax.ShapeDtypeStruct(shape, jnp.float32) for index, shape in enumerate(shapes)}
+    state = jax.tree.map(shape_of, jax.eval_shape(step.init, params))
+    given = jax.tree.map(lambda leaf: leaf.update(dtype=grads), params)
+    at = [time.perf_counter()]
+    traced = jax.jit(step.step, donate_argnums=(0, 1)).trace(params, state, given)
+    at.append(time.perf_counter())
+    lowered = traced.lower()
+    at.append(time.perf_counter())
+    program = lowered.compile()
+    at.append(time.perf_counter())
+    return Compiled(program, *(after - before for before, after in pairwise(at)))
+
+
+def interleaved(runs: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
+    """Milliseconds of each run in each round, after one round that isn't counted."""
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for number in range(rounds + 1):
+        for name, run in runs.items():
+            start = time.perf_counter()
+            jax.block_until_ready(run())
+            if number:
+                times[name].append(1e3 * (time.perf_counter() - start))
+    return times
+
+
+def spread(times: list[float]) -> Spread:
+    return Spread(statistics.median(times), min(times), max(times))
+
+
+def stepper(program: Compiled, step: Step, shapes: Shapes, grads: Any) -> Callable[[], Any]:
+    """A function of nothing that takes the next step from where the last one ended."""
+    *carry, given = fresh(step, shapes, grads)
+
+    def run() -> Any:
+        carry[:] = program.run(*carry, given)
+        return carry
+
+    return run
+
+
+def copier(shapes: Shapes) -> Callable[[], Any]:
+    """Copies as many bytes as AdamW must touch at least: it reads 16 and writes 12 for each parameter; a copy of 14 does both."""
+    entries = entries_of(shapes)
+    source = jnp.ones(14 * entries // 4, jnp.float32)
+    target = [jnp.zeros_like(source)]
+    # Donating the target lets each copy write into the same memory: fresh memory would cost more than the copy.
+    copy = jax.jit(lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new, 0, 0), donate_argnums=0)
+
+    def run() -> Any:
+        target[0] = copy(target[0], source)
+        return target
+
+    return run
