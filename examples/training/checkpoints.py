@@ -50,10 +50,10 @@ class Checkpoints:
             self._orbax.save(writing.absolute() / "state", jax.device_get(state))
             (writing / "facts.json").write_text(json.dumps({**facts, "step": step}, indent=1))
             seals.seal(writing)
-            self._remove(step)  # there is one where a run went back and comes by again
+            replaced = self._renamed_away(step)  # there is one where a run went back and comes by again
             writing.rename(self.path(step))
-            for old in self.steps()[: -self._keep]:
-                self._remove(old)
+            for old in (replaced, *map(self._renamed_away, self.steps()[: -self._keep])):
+                shutil.rmtree(old, ignore_errors=True)
         except Exception as error:  # tensorstore reports a full disk as a ValueError, orbax in several other ways
             shutil.rmtree(writing, ignore_errors=True)
             return " ".join(str(error).split()) or type(error).__name__
@@ -94,9 +94,9 @@ class Checkpoints:
                 return f"the one before it, {self.path(earlier).name}, is whole: write --resume {earlier}"
         return "there is none before it: start again in another --run-dir without --resume"
 
-    def _remove(self, step: int) -> None:
-        """Delete by renaming first, so that no moment shows half a checkpoint under its name."""
+    def _renamed_away(self, step: int) -> Path:
+        """Where a checkpoint waits to be deleted: no moment shows half of one under its name."""
         removing = self.folder / f"{_REMOVING}{_NAME.format(step)}-{os.getpid()}"
         if self.path(step).exists():
             self.path(step).rename(removing)
-            shutil.rmtree(removing, ignore_errors=True)
+        return removing
