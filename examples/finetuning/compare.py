@@ -114,6 +114,9 @@ def compare(setting: Setting) -> list[Result]:
     for way in WAYS:
         print(f"{way.name}: {args.seeds} run(s) of {args.steps} steps ...", flush=True)
         results.append(measure(way, setting))
+        print(
+            f"  {results[-1].steps_per_second:.2f} steps/s, validation loss {_numbers(results[-1].losses)}", flush=True
+        )
     Console(width=130).print(_table(results, setting))
     first = results[0].losses
     half = [result for way, result in zip(WAYS, results, strict=True) if way.dtype == jnp.float16]
