@@ -173,18 +173,22 @@ def main() -> int:
         if not survives(module, mutants[0]._replace(source=source), record):
             print(f"{module} fails its tests without a mutant: run them, and this without --again", file=sys.stderr)
             return 2
-        left = [mutant for mutant in mutants if survives(module, mutant, record)]
-        new = [mutant for mutant in left if (module, *mutant[1:4]) not in known]
+        left, new = [], []
+        for mutant in mutants:
+            if not survives(module, mutant, record):
+                continue
+            left.append(mutant)
+            if (module, *mutant[1:4]) not in known:
+                new.append(mutant)
+                print(
+                    f"- `{module}` `{mutant.function}`: `{mutant.before}` → `{mutant.after}`: line {mutant.line}",
+                    flush=True,
+                )
         took = time.monotonic() - start
         print(
             f"{module:16} {len(mutants):4} mutants, {len(left):3} survive, {len(new):3} unexplained, {took:.0f} s",
             flush=True,
         )
-        for mutant in new:
-            print(
-                f"- `{module}` `{mutant.function}`: `{mutant.before}` → `{mutant.after}`: line {mutant.line}",
-                flush=True,
-            )
         unexplained += new
         all_count, all_left = all_count + len(mutants), all_left + len(left)
     print(f"{'all':16} {all_count:4} mutants, {all_left:3} survive, {len(unexplained):3} unexplained")
