@@ -36,6 +36,7 @@ PURE = (
 )  # fmt: skip
 TESTS = (
     "clipping", "loss_scale", "skipping", "master_weights", "recipe", "reading", "scaling", "optimizers", "devices",
+    "guard", "reduce", "bad_arguments",
 )  # fmt: skip
 LIMIT, ENOUGH = 60, 25  # seconds: of processor time for one mutant, and of tests for it
 NEAR = 3  # lines
