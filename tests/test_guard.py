@@ -1,0 +1,113 @@
+"""The guard: one of two trees, bit for bit, traced once, in the way that each backend likes."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import optax_fp16 as fp16
+from benchmarks.bench.compiled import compiled, gpu_mesh
+from benchmarks.bench.hlo import entry_operations
+from optax_fp16._guard import take_step, zeros_like
+from optax_fp16._scalars import read_at_once
+
+
+def guarded(flag, x):
+    return take_step(
+        flag, lambda: {"x": x + 1, "n": x.sum()}, lambda shapes: {"x": x, "n": jnp.zeros((), shapes["n"].dtype)}
+    )
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+def test_the_flag_decides_which_tree_it_is(jitted):
+    take = jax.jit(guarded) if jitted else guarded
+    x = jnp.array([1.0, -0.0])
+    applied, skipped = take(jnp.array(True), x), take(jnp.array(False), x)
+    np.testing.assert_array_equal(applied["x"], [2.0, 1.0])
+    assert np.asarray(skipped["x"]).tobytes() == np.asarray(x).tobytes()
+    assert (applied["n"], skipped["n"]) == (1.0, 0.0)
+
+
+def test_a_step_is_traced_once_for_all_its_uses():
+    traces = []
+
+    def step():
+        traces.append(1)
+        return jnp.ones(3)
+
+    jax.jit(lambda flag: take_step(flag, step, zeros_like))(True)
+    assert len(traces) == 1
+
+
+def test_a_skipped_step_is_not_computed_on_a_cpu():
+    text = jax.jit(guarded).lower(jnp.array(True), jnp.ones(3)).compile().as_text()
+    assert len(re.findall(r" conditional\(", text)) == 1
+
+
+def test_batches_of_flags_decide_one_by_one():
+    x = jnp.arange(4.0).reshape(2, 2)
+    taken = jax.jit(jax.vmap(guarded))(jnp.array([True, False]), x)
+    np.testing.assert_array_equal(taken["x"], [[1.0, 2.0], [2.0, 3.0]])
+
+
+def test_a_recipe_on_a_cpu_needs_no_memory_beyond_its_donated_arguments():
+    """The gradients are unscaled where they are used: in a buffer of their own they would cost 4 bytes a parameter."""
+    tx = fp16.mixed_precision(optax.adamw(1e-3), max_norm=1.0)
+    params = {"a": jax.ShapeDtypeStruct((512, 256), jnp.float32), "b": jax.ShapeDtypeStruct((256,), jnp.float32)}
+    step = jax.jit(lambda p, s, g: tx.apply(g, s, p), donate_argnums=(0, 1))
+    memory = step.lower(params, jax.eval_shape(tx.init, params), params).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 512 * 256 * 4 / 8
+
+
+def test_scalars_read_at_once_keep_every_bit_and_type():
+    state = {
+        "floats": [jnp.float32(-0.0), jnp.float32(jnp.nan), jnp.float32(1e-45)],
+        "ints": jnp.int32(-(2**31)),
+        "flag": jnp.array(True),
+        "small": jnp.array(3, jnp.int8),
+        "vector": jnp.arange(3.0),
+        "weak": jnp.asarray(2.0) * 1,
+        "key": jax.random.key(7),
+        "none": None,
+    }
+    read = jax.jit(read_at_once)(state)
+    assert jax.tree.structure(read) == jax.tree.structure(state)
+    for before, after in zip(jax.tree.leaves(state), jax.tree.leaves(read), strict=True):
+        assert jax.typeof(before) == jax.typeof(after)
+        if not jnp.issubdtype(before.dtype, jax.dtypes.prng_key):
+            assert np.asarray(before).tobytes() == np.asarray(after).tobytes()
+
+
+def test_the_recipe_lets_derivatives_by_its_scalars_through():
+    """A learning rate in the state can be learnt: it isn't read as bits."""
+    tx = fp16.mixed_precision(optax.inject_hyperparams(optax.sgd)(0.5), loss_scale=1.0)
+    params = jnp.array([1.0])
+    state = tx.init(params)
+
+    def after(rate):
+        inner = state.guard_state.inner_state
+        inner = inner._replace(hyperparams={"learning_rate": rate})
+        guard = state.guard_state._replace(inner_state=inner)
+        return tx.apply(jnp.array([3.0]), state._replace(guard_state=guard), params)[0][0]
+
+    assert jax.jit(jax.grad(after))(jnp.float32(0.5)) == -3.0
+
+
+@pytest.mark.slow
+def test_a_gpu_selects_instead_of_branching_and_updates_like_leaves_together():
+    sharding = NamedSharding(gpu_mesh("h100", 1), P())
+    tx = fp16.mixed_precision(optax.adamw(1e-3), max_norm=1.0)
+    params = [jax.ShapeDtypeStruct((64, 64), jnp.float32, sharding=sharding)] * 6
+    state = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), jax.eval_shape(tx.init, params)
+    )
+    program = compiled(lambda p, s, g: tx.apply(g, s, p), params, state, params, donate=(0, 1))
+    operations = entry_operations(program.as_text())
+    assert not operations["conditional"]
+    # The norm takes two kernels and the scalars four or five; the six updates of one shape are one.
+    assert operations["fusion"] <= 9
