@@ -115,7 +115,9 @@ def _step(
     guard = state.guard_state
 
     def ready() -> Any:  # inside of the guard: before it, a CPU would write them to memory first
-        return map_gradients(lambda leaf: _unscaled(leaf, scale, None if knobs.max_norm is None else factor), grads)
+        # One multiplication, exact but for the clip when S is a power of two; XLA for CPU would write quotients to memory too.
+        multiplier = read_at_once((1 if knobs.max_norm is None else factor) / scale)
+        return map_gradients(lambda leaf: _times(widened(leaf), multiplier), grads)
 
     new, inner_state = guarded(knobs.inner, finite, ready, guard.inner_state, params, extra)
     return new, MixedPrecisionState(
@@ -125,11 +127,8 @@ def _step(
     )
 
 
-def _unscaled(leaf: Any, scale: jax.Array, factor: jax.Array | None) -> jax.Array:
-    # One multiplication, exact but for the clip when S is a power of two. XLA for CPU would write quotients to memory.
-    wide = widened(leaf)
-    multiplier = 1 / scale if factor is None else factor / scale
-    return wide * multiplier.astype(wide.dtype)
+def _times(leaf: jax.Array, multiplier: jax.Array) -> jax.Array:
+    return leaf * multiplier.astype(leaf.dtype)
 
 
 def _scale_link(loss_scale: Any) -> LossScaleTransformation:
