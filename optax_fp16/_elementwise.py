@@ -5,9 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-if (
-    TYPE_CHECKING
-):  # `jax.extend` brings Pallas along, which takes longer to import than this package: only where it is used
+if TYPE_CHECKING:  # `jax.extend` brings Pallas along, which takes longer to import than this package
     from jax.extend.core import Jaxpr
 
 # What a value in the traced update is.
@@ -17,7 +15,7 @@ _PARTIAL = 2  # from a computation over a part that should have been over the wh
 
 # Primitives whose results depend on more than the same entries of their operands, besides those named reduce_*.
 _OVER_ARRAYS = frozenset(
-    {"argmax", "argmin", "cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum", "sort", "top_k"}
+    {"argmax", "argmin", "cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum", "reduce", "sort", "top_k"}
     | {"conv_general_dilated", "dot_general", "fft"}
     | {"cholesky", "eigh", "lu", "qr", "svd"}
     | {"random_bits"}  # every device would draw the same numbers for its part
@@ -65,7 +63,7 @@ def _followed(jaxpr: "Jaxpr", inputs: Sequence[int], names: frozenset[str], culp
     for equation in jaxpr.eqns:
         given = [of(variable) for variable in equation.invars]
         bodies = list(_inside(equation.params))
-        if bodies:
+        if bodies and equation.primitive.name != "reduce":  # its body says how two entries become one
             outputs = _through(equation, bodies, given, names, culprits)
         else:
             outputs = [_one(equation, given, names, culprits)] * len(equation.outvars)
@@ -92,7 +90,7 @@ def _through(
 def _one(equation: Any, given: list[int], names: frozenset[str], culprits: list[str]) -> int:
     primitive = equation.primitive.name
     most = max(given, default=_CLEAN)
-    if primitive.startswith("psum") and names <= set(equation.params.get("axes", ())):
+    if primitive.startswith(("psum", "pmin", "pmax")) and names <= set(equation.params.get("axes", ())):
         return _CLEAN if most == _PARTIAL else most
     over_arrays = primitive in _OVER_ARRAYS or (primitive.startswith("reduce_") and primitive != "reduce_precision")
     noise = primitive == "random_bits" and _is_array(equation.outvars[0])

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ._devices import Axes, in_force
+from ._devices import Axes, in_force, my_index
 from ._messages import one_of
 from ._tree import gradient_leaves, in_one_pass, is_gradient, widened
 
@@ -88,19 +88,26 @@ def watched(scale_state: Any, grads: Any, scale: jax.Array, axes: Axes) -> Any:
 
 
 def _counted(grads: Any, axes: Axes) -> _Counts:
-    """The counts of each gradient over all devices: one sum and one minimum for each way of being spread."""
+    """The counts of each gradient over all devices: one sum and one minimum go between them.
+
+    What several devices hold alike is counted by the first of them.
+    """
     pairs = zip(jax.tree.leaves(grads), axes.of_leaves(grads), strict=True)
     parts = [(leaf, shards) for leaf, shards in pairs if is_gradient(leaf)]
-    counts: list[Any] = [None] * len(parts)
-    for shards in {shards for _, shards in parts}:
-        own = [index for index, (_, other) in enumerate(parts) if other == shards]
-        sums, smallest = map(jnp.stack, zip(*(_leaf_counts(parts[index][0]) for index in own), strict=True))
-        if shards:
-            names = tuple(sorted(shards))
-            sums, smallest = jax.lax.psum(sums, names), jax.lax.pmin(smallest, names)
-        for place, index in enumerate(own):
-            counts[index] = (*sums[place], smallest[place])
-    return _Counts(*(jnp.stack(column) for column in zip(*counts, strict=True)))
+    everywhere = frozenset(axes.names).union(*(shards for _, shards in parts))
+    counts = [_counted_once(*_leaf_counts(leaf), everywhere - shards) for leaf, shards in parts]
+    sums, smallest = map(jnp.stack, zip(*counts, strict=True))
+    if everywhere:
+        names = tuple(sorted(everywhere))
+        sums, smallest = jax.lax.psum(sums, names), jax.lax.pmin(smallest, names)
+    return _Counts(*sums.T, smallest)
+
+
+def _counted_once(sums: jax.Array, smallest: jax.Array, alike: frozenset[Any]) -> tuple[jax.Array, jax.Array]:
+    if not alike:
+        return sums, smallest
+    first = my_index(alike) == 0
+    return jnp.where(first, sums, jnp.zeros_like(sums)), jnp.where(first, smallest, jnp.full_like(smallest, jnp.inf))
 
 
 def _leaf_counts(leaf: Any) -> tuple[jax.Array, jax.Array]:

@@ -150,6 +150,19 @@ def test_shards_are_counted_over_all_devices_and_replicated_leaves_once(mode):
         np.testing.assert_allclose(ours, theirs, rtol=1e-6)
 
 
+def test_inside_the_distributed_optimizer_every_devices_part_counts():
+    scale = fp16.dynamic_loss_scale(8.0, underflow="per_leaf")
+    tx = fp16.distributed(fp16.mixed_precision(optax.sgd(0.1), loss_scale=scale), "data")
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    params = {"w": jnp.ones(4)}
+    specs = tx.state_specs(params, mesh)
+    state = tx.split_state(tx.init(params), params, mesh)
+    step = jax.shard_map(tx.apply, mesh=mesh, in_specs=(P("data"), specs, P()), out_specs=(P(), specs))
+    grads = {"w": jnp.tile(jnp.array([1.0, 2.0**-20, 0.0, 1.0]), 2)}
+    _, state = jax.jit(step)(grads, state, params)
+    assert fp16.underflow_by_leaf(state, params) == {"w": {"share": 0.5, "free_scale": 8.0 * 2**6}}
+
+
 def test_a_state_stacked_by_pmap_is_read_by_leaf():
     params = {"w": jnp.ones(2)}
     tx = fp16.static_loss_scale(1.0, underflow="per_leaf", axis_name="data")
