@@ -100,7 +100,8 @@ def _counted(grads: Any, axes: Axes) -> _Counts:
     if everywhere:
         names = tuple(sorted(everywhere))
         sums, smallest = jax.lax.psum(sums, names), jax.lax.pmin(smallest, names)
-    return _Counts(*sums.T, smallest)
+    entries, zeros, low = sums.T
+    return _Counts(entries, zeros, low, smallest)
 
 
 def _counted_once(sums: jax.Array, smallest: jax.Array, alike: frozenset[Any]) -> tuple[jax.Array, jax.Array]:
