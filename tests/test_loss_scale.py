@@ -128,6 +128,12 @@ def test_an_overflow_below_the_tolerance_leaves_the_scale():
     assert (scales[9:] == 2.0**14).all()
 
 
+def test_fifteen_in_25_meet_a_tolerance_of_six_tenths_though_fp32_rounds_it_up():
+    tx = fp16.dynamic_loss_scale(8.0, tolerance=0.6)
+    state = tx.init(None)._replace(overflows_counted=jnp.int32(14), steps_since_rescale=jnp.int32(24))
+    assert tx.adjust(state, jnp.bool_(False)).loss_scale == 4.0
+
+
 def test_one_in_n_meets_a_tolerance_of_one_in_n_and_no_more():
     """Whatever 1/n rounds to in fp32: the n-th step since the last rescale is the first overflow."""
     for n in (2, 3, 7, 10, 49, 99, 100, 101, 167, 1000, 3000, 99_999):

@@ -212,3 +212,10 @@ def test_debug_nans_has_nothing_to_say_of_a_skipped_step():
         after, state = step(params, tx.init(params), jnp.array([0.0, 1.0]))
     np.testing.assert_array_equal(after, params)
     assert fp16.metrics_of(state)["skipped_total"] == 1
+
+
+def test_before_the_first_step_nothing_is_counted_and_nothing_was_wrong():
+    state = fp16.skip_if_nonfinite(optax.sgd(1.0)).init(jnp.zeros(1))
+    counts = (state.skipped_total, state.skipped_in_a_row, state.applied_total)
+    assert [count.item() for count in counts] == [0, 0, 0]
+    assert (state.grad_norm.item(), state.grads_finite.item()) == (0.0, True)
