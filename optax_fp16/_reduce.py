@@ -106,8 +106,9 @@ def _sum_in_chunks(flat: jax.Array) -> jax.Array:
     def add(index: jax.Array, total: jax.Array) -> jax.Array:
         return total + _dot(jax.lax.dynamic_slice_in_dim(flat, index * CHUNK, CHUNK))
 
-    total = jax.lax.fori_loop(0, whole, add, jnp.zeros((), jnp.float32)) if whole else jnp.zeros((), jnp.float32)
-    return total + _dot(flat[whole * CHUNK :])
+    # The loop starts from the rest, whose type says over which mesh axes the sum differs.
+    rest = _dot(flat[whole * CHUNK :])
+    return jax.lax.fori_loop(0, whole, add, rest) if whole else rest
 
 
 def _dot(chunk: jax.Array) -> jax.Array:

@@ -119,6 +119,17 @@ def test_a_large_replicated_leaf_is_counted_once_though_it_is_split():
         np.testing.assert_allclose(found, np.full(4, right), rtol=1e-6)
 
 
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_a_large_half_precision_shard_is_summed_chunk_by_chunk(check_vma):
+    grads = np.full(4 * (65536 + 3), 0.25, np.float16)
+
+    def norm(tree):
+        return fp16.grad_global_norm(tree, axis_name="data", sharded=True)
+
+    spread = jax.shard_map(norm, mesh=mesh(4), in_specs=P("data"), out_specs=P(), check_vma=check_vma)
+    np.testing.assert_allclose(jax.jit(spread)([grads]), np.sqrt(grads.size) / 4, rtol=1e-6)
+
+
 def _typed_norm(grads):
     """Of gradients that are replicated by their types."""
 
@@ -193,6 +204,15 @@ def test_an_axis_that_the_compiler_looks_after_needs_no_sum():
         tree = {"a": jax.device_put(np.full((2, 2), 3, np.float32), NamedSharding(grid, P("data", "model")))}
         spread = jax.shard_map(norm, in_specs=P("data"), out_specs=P(), axis_names={"data"}, check_vma=False)
         np.testing.assert_array_equal(jax.jit(spread)(tree), [6.0])
+
+
+def test_an_axis_of_one_device_is_summed_over_like_the_others():
+    def norms(tree):
+        return [fp16.grad_global_norm(tree, axis_name=("data", "model")), fp16.grad_global_norm({}, axis_name="data")]
+
+    spread = jax.shard_map(norms, mesh=mesh(1, 4), in_specs=P("model"), out_specs=P())
+    norm, of_nothing = jax.jit(spread)({"a": np.full(4, 2, np.float32)})
+    assert (float(norm), float(of_nothing)) == (4.0, 0.0)
 
 
 SPECS = [
