@@ -7,8 +7,6 @@ import signal
 import sys
 from pathlib import Path
 
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=1"
-
 import jax
 import numpy as np
 import optax

@@ -17,6 +17,8 @@ from tests import process_worker
 def test_a_killed_process_ends_the_run_and_the_next_goes_on_and_skips_where_one_has_an_inf(
     tmp_path, monkeypatch, capfd
 ):
+    jax.devices()  # this process has its devices before the environment of the others is set
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=1")
     monkeypatch.setenv("PYTHONPATH", ".:examples")
     folder = str(tmp_path)
     assert launch(process_worker.__file__, [folder, "--die"], 2) == 1
