@@ -1,5 +1,6 @@
 """The scale's rule against plain state machines, its knobs, and the links that divide by it."""
 
+import inspect
 from functools import partial
 
 import jax
@@ -296,3 +297,13 @@ def test_a_knob_out_of_its_range_is_named(knobs, name):
 def test_a_static_scale_that_is_no_positive_number_of_fp32_is_refused(scale):
     with pytest.raises(ValueError, match=r"scale must be a number from 2\*\*-126 to 2\*\*126"):
         fp16.static_loss_scale(scale)
+
+
+def test_the_defaults_are_the_documented_ones():
+    defaults = {
+        name: parameter.default for name, parameter in inspect.signature(fp16.dynamic_loss_scale).parameters.items()
+    }
+    assert defaults == {
+        "init_scale": 2.0**15, "growth_interval": 2000, "growth_factor": 2.0, "backoff_factor": 0.5, "tolerance": 0.0,
+        "hysteresis": 1, "min_scale": 1.0, "max_scale": 2.0**24, "underflow": None, "axis_name": None, "sharded": False,
+    }  # fmt: skip
