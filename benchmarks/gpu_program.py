@@ -80,7 +80,9 @@ def excesses(case: Case, counts: Counts) -> list[str]:
         ("bytes per parameter", counts.bytes / entries_of(case.shapes), limits.bytes_per_entry),
         ("temporary bytes", counts.temporary, limits.temporary),
     ]
-    return [f"{case.name}: {value:.6g} {what}, at most {limit}" for what, value, limit in pairs if value > limit]
+    past = [f"{case.name}: {value:.6g} {what}, at most {limit}" for what, value, limit in pairs if value > limit]
+    gathered = {name: number for name, number in counts.collectives.items() if name not in limits.collectives}
+    return [*past, *(f"{case.name}: {number} {name}, none allowed" for name, number in gathered.items())]
 
 
 def main(argv: list[str] | None = None) -> int:

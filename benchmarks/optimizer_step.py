@@ -94,10 +94,8 @@ def main(argv: list[str] | None = None) -> int:
         return growth.main(options)
     shapes = even_shapes(1_000_000, 24) if options.quick else bert_shapes(BASE)
     device = jax.devices()[0]
-    print(
-        f"{entries_of(shapes) / 1e6:.1f} M parameters in {len(shapes)} arrays, {options.grads} gradients, on {device.device_kind}"
-    )
-    print(f"({device.platform}), JAX {jax.__version__}, {options.rounds} rounds.\n")
+    print(f"{entries_of(shapes) / 1e6:.1f} M parameters in {len(shapes)} arrays, {options.grads} gradients;")
+    print(f"{device.device_kind} ({device.platform}), JAX {jax.__version__}, {options.rounds} rounds.\n")
     rows = compare(shapes, options.grads, options.rounds)
     print(markdown(HEADER, rows))
     print("\n" + ("\n".join(ahead(rows)) or "No peer is ahead of any of ours."))

@@ -92,9 +92,8 @@ def draw(by_size: list[Point], by_leaves: list[Point], path: Path) -> None:
 
 def main(options: argparse.Namespace) -> int:
     """Prints the table, and draws it if a file was named; with --quick, of sizes and counts that take seconds."""
-    sizes, counts, size = (SIZES, COUNTS, SIZE) if not options.quick else ([100_000, 400_000], [4, 16], 100_000)
-    leaves = LEAVES if not options.quick else 4
-    by_size = [measured(entries, leaves, options.grads, options.rounds) for entries in sizes]
+    sizes, counts, size = (SIZES, COUNTS, SIZE) if not options.quick else ([1000], [1], 2000)
+    by_size = [measured(entries, min(LEAVES, entries // 500), options.grads, options.rounds) for entries in sizes]
     by_leaves = [measured(size, count, options.grads, options.rounds) for count in counts]
     print(markdown(HEADER, [row for points in by_size + by_leaves for row in rows(points)]))
     if options.png:

@@ -35,8 +35,7 @@ class Spread(NamedTuple):
 def fresh(step: Step, shapes: Shapes, grads: Any) -> tuple[Any, Any, Any]:
     """(params, opt_state, grads), each array in a buffer of its own, so that the first two can be donated."""
     params = drawn(shapes, jnp.float32, seed=0, scale=0.02)
-    state = jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), step.init(params))
-    return params, state, drawn(shapes, grads, seed=1, scale=SCALE * 1e-4)
+    return params, jax.jit(step.init)(params), drawn(shapes, grads, seed=1, scale=SCALE * 1e-4)
 
 
 def compiled(step: Step, shapes: Shapes, grads: Any = jnp.float32) -> Compiled:

@@ -1,0 +1,64 @@
+"""The benchmarks: the counts that a GPU's programs must keep, and that every command runs."""
+
+import runpy
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+
+
+@pytest.fixture
+def command(monkeypatch):
+    """A benchmark's `main`, from the file that one runs."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return lambda name: runpy.run_path(str(BENCHMARKS / name))["main"]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("loose")
+def test_what_a_gpu_would_run_stays_within_its_limits(command, capsys):
+    assert command("gpu_program.py")(["--check", "--quick"]) == 0
+    assert "| step: recipe, scanned" in capsys.readouterr().out
+
+
+def test_a_program_past_its_limits_is_named(command):
+    module = runpy.run_path(str(BENCHMARKS / "gpu_program.py"))
+    case = next(case for case in module["CASES"] if case.name == "norm, fp32")
+    counts = module["Counts"](
+        launches=17, bytes=10**9, temporary=10**6, collectives={"all-gather": 2}, microseconds=None, seconds=1
+    )
+    past = module["excesses"](case, counts)
+    assert [text.split(": ")[1].split(",")[0].split(" ", 1)[1] for text in past] == [
+        "launches",
+        "bytes per parameter",
+        "temporary bytes",
+        "all-gather",
+    ]
+    assert not module["excesses"](case._replace(limits=None), counts)
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "said"),
+    [
+        ("gpu_program.py", ["--devices", "1"], "--devices must be 2 or more, not 1"),
+        ("gpu_program.py", ["--spec", "b9000"], "--spec must be a100, h100 or a file that exists, not b9000"),
+        ("optimizer_step.py", ["--rounds", "0"], "--rounds must be 1 or more, not 0"),
+        ("optimizer_step.py", ["--png", "x.png"], "--png needs --growth"),
+    ],
+)
+def test_a_wrong_argument_is_refused_in_words(command, capsys, name, given, said):
+    main = command(name)
+    with pytest.raises(SystemExit) as refused:
+        main(given)
+    assert refused.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("loose")
+def test_the_growth_of_the_cost_is_printed_and_drawn(command, capsys, tmp_path):
+    drawing = tmp_path / "growth.png"
+    assert command("optimizer_step.py")(["--growth", "--quick", "--rounds", "1", "--png", str(drawing)]) == 0
+    assert capsys.readouterr().out.count("| recipe, apply_gradients |") == 2
+    assert drawing.stat().st_size > 10_000
