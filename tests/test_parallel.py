@@ -1,6 +1,7 @@
 """The parallel BERT: every layout computes what one device does."""
 
 import csv
+import math
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ import parallel_bert
 from bert import BertConfig, BertForPreTraining
 from parallel import run, step
 from parallel.checkpoints import Checkpoints
+from parallel.gelu import gelu
 from parallel.layout import Layout, check, local_entries, specs_of
 from parallel.table import LAYOUTS, closeness, run_all
 from training.errors import InputError, exit_status
@@ -116,6 +118,15 @@ def _goes_on_elsewhere(plan, params, state, folder):
     with pytest.raises(InputError, match="are of size small and this run is of large; write --size small"):
         other.restore(3, one, shapes)
     other.close()
+
+
+def test_the_gelu_is_the_exact_one_and_so_is_its_slope():
+    x = np.linspace(-6, 6, 101, dtype=np.float32)
+    right = np.array([0.5 * float(each) * (1 + math.erf(float(each) / math.sqrt(2))) for each in x])
+    density = np.exp(-(x.astype(np.float64) ** 2) / 2) / math.sqrt(2 * math.pi)
+    slope = np.array([0.5 * (1 + math.erf(float(each) / math.sqrt(2))) for each in x]) + x * density
+    np.testing.assert_allclose(gelu(x), right, atol=2e-6)
+    np.testing.assert_allclose(jax.vmap(jax.grad(gelu))(x), slope, atol=2e-6)
 
 
 def test_megatron_s_split_leaves_each_device_its_part():

@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from bert import BertConfig
-from bert.layers import LayerNorm, attention_weights, gelu
+from bert.layers import LayerNorm, attention_weights
+from parallel.gelu import gelu
 from parallel.layout import MODEL
 
 Params = Any
