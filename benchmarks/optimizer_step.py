@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from bench import growth, steps
 from bench.shapes import BASE, Shapes, bert_shapes, entries_of, even_shapes
 from bench.tables import markdown
-from bench.timing import Compiled, compiled, copier, interleaved, spread, stepper
+from bench.timing import Compiled, compiled, copier, gradients, interleaved, spread, stepper
 from bench.torch_step import torch_step
 
 BARE = "adamw alone"
@@ -57,11 +57,12 @@ def compare(shapes: Shapes, grads: str, rounds: int) -> list[tuple[str, ...]]:
     """One row for each way of taking a step."""
     made = {BARE: steps.bare, **OURS, **PEERS}
     programs: dict[str, Compiled] = {}
+    given = gradients(shapes, jnp.dtype(grads))
     runs = {COPY: copier(shapes)}
     for name, make in made.items():
         step = make()
         programs[name] = compiled(step, shapes, jnp.dtype(grads))
-        runs[name] = stepper(programs[name], step, shapes, jnp.dtype(grads))
+        runs[name] = stepper(programs[name], step, shapes, given)
         print(f"{name}: compiled in {programs[name].seconds:.1f} s", file=sys.stderr, flush=True)
     if by_torch := torch_step(shapes):
         runs[TORCH] = by_torch

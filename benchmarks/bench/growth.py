@@ -15,7 +15,7 @@ import matplotlib.pyplot as plt
 from . import steps
 from .shapes import entries_of, even_shapes
 from .tables import markdown
-from .timing import compiled, interleaved, spread, stepper
+from .timing import compiled, gradients, interleaved, spread, stepper
 
 STEPS = {
     "adamw alone": steps.bare,
@@ -42,11 +42,12 @@ class Point(NamedTuple):
 def measured(entries: int, leaves: int, grads: str, rounds: int) -> list[Point]:
     shapes = even_shapes(entries, leaves)
     programs, runs = {}, {}
+    given = gradients(shapes, jnp.dtype(grads))
     for name, make in STEPS.items():
         step = make()
         programs[name] = compiled(step, shapes, jnp.dtype(grads))
         print(f"{entries} in {leaves}, {name}: compiled in {programs[name].seconds:.1f} s", file=sys.stderr, flush=True)
-        runs[name] = stepper(programs[name], step, shapes, jnp.dtype(grads))
+        runs[name] = stepper(programs[name], step, shapes, given)
     times = interleaved(runs, rounds)
     return [
         Point(entries_of(shapes), leaves, name, spread(times[name]).median, program.trace, program.seconds)

@@ -32,12 +32,6 @@ class Spread(NamedTuple):
     high: float
 
 
-def fresh(step: Step, shapes: Shapes, grads: Any) -> tuple[Any, Any, Any]:
-    """(params, opt_state, grads), each array in a buffer of its own, so that the first two can be donated."""
-    params = drawn(shapes, jnp.float32, seed=0, scale=0.02)
-    return params, jax.jit(step.init)(params), drawn(shapes, grads, seed=1, scale=SCALE * 1e-4)
-
-
 def compiled(step: Step, shapes: Shapes, grads: Any = jnp.float32) -> Compiled:
     """The step compiled with params and state donated, and how long each stage took."""
 
@@ -73,12 +67,18 @@ def spread(times: list[float]) -> Spread:
     return Spread(statistics.median(times), min(times), max(times))
 
 
+def gradients(shapes: Shapes, dtype: Any) -> dict[str, Any]:
+    """Gradients that every step is given alike."""
+    return drawn(shapes, dtype, seed=1, scale=SCALE * 1e-4)
+
+
 def stepper(program: Compiled, step: Step, shapes: Shapes, grads: Any) -> Callable[[], Any]:
     """A function of nothing that takes the next step from where the last one ended."""
-    *carry, given = fresh(step, shapes, grads)
+    params = drawn(shapes, jnp.float32, seed=0, scale=0.02)
+    carry = [params, jax.jit(step.init)(params)]
 
     def run() -> Any:
-        carry[:] = program.run(*carry, given)
+        carry[:] = program.run(*carry, grads)
         return carry
 
     return run
