@@ -402,7 +402,9 @@ def test_placing_adds_to_tensor_parallel_shardings_and_leaves_its_own_alone():
     assert {name: sharding.spec for name, sharding in placed.items()} == right
     again = fp16.zero_shardings(jax.device_put(params, placed), grid, "data")
     assert {name: sharding.spec for name, sharding in again.items()} == right
-    tx = recipe(half_params=True)  # fp32 parameters are their own masters: as in optax.masked, nothing is in their place
+    tx = recipe(
+        half_params=True
+    )  # fp32 parameters are their own masters: as in optax.masked, nothing is in their place
     state = optax.tree.map_params(
         tx,
         lambda leaf, sharding: leaf if isinstance(leaf, optax.MaskedNode) else sharding,
