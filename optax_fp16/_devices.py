@@ -222,4 +222,4 @@ def _varying(value: jax.Array, names: Names) -> jax.Array:
     """The value as one that differs along the axes by its type."""
     if hasattr(jax.lax, "pcast"):
         return jax.lax.pcast(value, names, to="varying")
-    return jax.lax.pvary(value, names)  # before JAX 0.9
+    return jax.lax.pvary(value, names)  # before JAX 0.9  # pyright: ignore[reportAttributeAccessIssue]
