@@ -45,12 +45,15 @@ WAYS = [
     Way("fp16, O1", jnp.float16, jnp.float32, None),
     Way("fp16, O2", jnp.float16, jnp.float16, None),
 ]
-HEADER = ("precision", "ms", "low", "high", "× fp32", "sequences/s", "arguments MB", "temp MB", "loss", "skipped")
+HEADER = ("precision", "ms", "low", "high", "× first", "sequences/s", "arguments MB", "temp MB", "loss", "skipped")
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=tuple(SIZES), default="base")
+    parser.add_argument(
+        "--precision", action="append", choices=[way.name for way in WAYS], help="only this one; repeatable"
+    )
     parser.add_argument("--batch", type=int, default=32, metavar="N", help="sequences (default: 32)")
     parser.add_argument(
         "--length", type=int, default=128, metavar="N", help="words of a sequence, up to 512 (default: 128)"
@@ -125,7 +128,7 @@ def stepper(way: Way, options: argparse.Namespace, batch: Any) -> tuple[Any, Cal
 def main(argv: list[str] | None = None) -> int:
     options = arguments(argv)
     batch = random_batch(options)
-    made = {way.name: stepper(way, options, batch) for way in WAYS}
+    made = {way.name: stepper(way, options, batch) for way in WAYS if way.name in (options.precision or [way.name])}
     times = interleaved({name: run for name, (_, run, _) in made.items()}, options.rounds)
     device = jax.devices()[0]
     print(
@@ -133,7 +136,7 @@ def main(argv: list[str] | None = None) -> int:
         end=" ",
     )
     print(f"JAX {jax.__version__}, {options.rounds} rounds.\n")
-    rows, base = [], spread(times[WAYS[0].name]).median
+    rows, base = [], spread(next(iter(times.values()))).median
     for name, (program, _, (_, opt_state, loss)) in made.items():
         time, memory = spread(times[name]), program.memory_analysis()
         row = [name, *(f"{value:.1f}" for value in time), f"{time.median / base:.2f}"]

@@ -1,6 +1,9 @@
 """The benchmarks: the counts that a GPU's programs must keep, and that every command runs."""
 
+import os
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -62,3 +65,27 @@ def test_the_growth_of_the_cost_is_printed_and_drawn(command, capsys, tmp_path):
     assert command("optimizer_step.py")(["--growth", "--quick", "--rounds", "1", "--png", str(drawing)]) == 0
     assert capsys.readouterr().out.count("| recipe, apply_gradients |") == 2
     assert drawing.stat().st_size > 10_000
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("loose")
+def test_bert_takes_a_step_with_fp16_parameters(command, capsys):
+    given = ["--size", "tiny", "--batch", "1", "--length", "8", "--rounds", "1", "--precision", "fp16, O2"]
+    assert command("bert_step.py")(given) == 0
+    _, _, row = [line.split("|") for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    assert row[1].strip() == "fp16, O2"
+    assert 10 < float(row[9]) < 12  # ln 30522 + ln 2 is 11.0
+
+
+@pytest.mark.slow
+def test_the_script_for_a_gpu_says_that_there_is_none(tmp_path):
+    script = subprocess.run(
+        ["sh", str(BENCHMARKS / "gpu.sh"), str(tmp_path)],
+        env={**os.environ, "PYTHON": sys.executable},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert script.returncode == 2
+    assert script.stderr.strip().endswith("or set QUICK=1 to try the script on a CPU")
