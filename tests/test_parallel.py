@@ -45,9 +45,13 @@ def batch(number):
 @pytest.fixture(scope="module")
 def alone():
     """(initial parameters, losses, norms, final parameters) of the Flax model on one device."""
-    model, params = BertForPreTraining(CONFIG), run.init_params(CONFIG, 0)
+    model, rng = BertForPreTraining(CONFIG), np.random.default_rng(0)
+    shapes = jax.eval_shape(lambda: run.init_params(CONFIG, 0))
+    params = jax.tree.map(lambda leaf: (rng.normal(size=leaf.shape) / 4).astype(np.float32), shapes)
     tx = fp16.mixed_precision(
-        optax.adamw(0.01, weight_decay=0.01, mask=decayed), max_norm=1.0, loss_scale=fp16.static_loss_scale(1.0)
+        optax.adamw(0.01, eps=1e-6, weight_decay=0.01, mask=decayed),
+        max_norm=1.0,
+        loss_scale=fp16.static_loss_scale(1.0),
     )
 
     def loss_of(params, batch):

@@ -10,7 +10,6 @@ import sys
 import threading
 from collections.abc import Sequence
 
-PATIENCE = 5.0  # seconds that a process has to end by itself once it is told to
 _LAUNCHED = "PARALLEL_BERT_LAUNCHED"  # in the environment of the processes that `launch` starts
 
 
@@ -58,13 +57,9 @@ def _report(number: int, status: int, script: str, argv: Sequence[str]) -> int:
 
 def _end(started: Sequence[subprocess.Popen]) -> None:
     for process in started:
-        process.terminate()
+        process.kill()  # JAX catches SIGTERM, and they would wait for each other
     for process in started:
-        try:
-            process.wait(PATIENCE)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        process.wait()
         if process.stdin:
             process.stdin.close()
 

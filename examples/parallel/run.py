@@ -47,6 +47,7 @@ def held(tree: Any) -> int:
 def memory_of(plan: steps.Spread, layout: Layout, params: Any, state: Any, program: Any) -> Memory:
     """Set beside the arithmetic: parameters in their own precision; two fp32 moments, and a master for those in half."""
     account = program.memory_analysis()
+    arguments = account.argument_size_in_bytes
     entries = local_entries(params, plan.param_specs, layout)
     width = jnp.dtype(plan.config.dtype).itemsize
     each = 8 if width == 4 else 12
@@ -54,7 +55,7 @@ def memory_of(plan: steps.Spread, layout: Layout, params: Any, state: Any, progr
         parameters=held(params),
         optimizer=held(state),
         temporary=account.temp_size_in_bytes,
-        peak=account.peak_memory_in_bytes,
+        peak=arguments + account.output_size_in_bytes - account.alias_size_in_bytes + account.temp_size_in_bytes,
         parameters_expected=width * entries,
         optimizer_expected=each * entries // (layout.dp if plan.zero else 1),
     )

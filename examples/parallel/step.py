@@ -38,7 +38,7 @@ def spread(
     """AdamW under loss scaling, clipping and skipping, with fp32 masters of half-precision parameters; `params` may be shapes."""
     half = config.dtype != jnp.float32
     specs = specs_of(params)
-    adamw = optax.adamw(learning_rate, weight_decay=0.01, mask=decayed)
+    adamw = optax.adamw(learning_rate, eps=1e-6, weight_decay=0.01, mask=decayed)
     scale = fp16.dynamic_loss_scale() if config.dtype == jnp.float16 else fp16.static_loss_scale(1.0)
     tx = fp16.mixed_precision(adamw, max_norm=1.0, loss_scale=scale, half_params=half)
     if zero:
