@@ -77,6 +77,25 @@ def norm_in_shard_map(mesh: Mesh, shapes: Shapes) -> Program:
     return Program(mapped, (abstract(shapes, FULL, whole(mesh)),))
 
 
+def distributed_step(mesh: Mesh, shapes: Shapes) -> Program:
+    """Each device has gradients of its own, and a part of the optimizer's state."""
+    tx = fp16.distributed(steps.recipe(), "devices")
+    params = abstract(shapes, FULL, None)
+    specs = tx.state_specs(params, mesh)
+
+    def placed(leaf: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+        return leaf.update(sharding=NamedSharding(mesh, spec))
+
+    def step(params: Any, state: Any, grads: Any) -> tuple[Any, Any]:
+        return tx.apply(jax.tree.map(lambda leaf: leaf[0], grads), state, params)
+
+    whole, split = PartitionSpec(), PartitionSpec("devices")
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=(whole, specs, split), out_specs=(whole, specs))
+    state = jax.tree.map(placed, jax.eval_shape(tx.init, params), specs)
+    own = abstract([(mesh.size, *shape) for shape in shapes], FULL, NamedSharding(mesh, split))
+    return Program(mapped, (jax.tree.map(lambda leaf: placed(leaf, whole), params), state, own), donate=(0, 1))
+
+
 def norm_of_shards(norm: Callable[[Any], Any]) -> Callable[[Mesh, Shapes], Program]:
     """Sharded jit: every leaf split over the devices along its first axis, where it divides."""
 
@@ -126,6 +145,7 @@ CASES = [
         quick=True,
         devices=4,
     ),
+    Case("step: recipe, distributed", BASE_199, distributed_step, devices=4),
     Case("norm, sharded jit", BASE_199, norm_of_shards(NORM), Limits(480, 2.02, TENTH_MB), devices=4),
     Case("norm, sharded jit: optax.global_norm", BASE_199, norm_of_shards(optax.global_norm), devices=4),
 ]

@@ -22,7 +22,7 @@ def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def _is_number(cell: str) -> bool:
     try:
-        float(cell.split(" ")[0] or 0)
+        float(cell or 0)
     except ValueError:
         return False
     return True
