@@ -19,7 +19,7 @@ from training.folders import make_writable
 from training.progress import scale_words
 
 DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16, "fp16": jnp.float16}
-HEARTBEAT = 10  # seconds without a sign of life after which JAX ends a run whose processes somebody else started
+HEARTBEAT = 60  # seconds without a sign of life after which JAX ends a run whose processes somebody else started
 
 
 def main(args: argparse.Namespace) -> int:
