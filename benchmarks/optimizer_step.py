@@ -5,8 +5,8 @@
     python benchmarks/optimizer_step.py                     # BERT-base
     python benchmarks/optimizer_step.py --growth --png growth.png
 
-All steps run in turn, round after round, in one process, with parameters and state donated; a ratio compares medians. The copy
-moves as many bytes as AdamW must at least. On a machine with a GPU that JAX sees, the steps run there.
+All steps run in turn, round after round, in one process, with parameters and state donated; a ratio compares medians. The first
+row moves as many bytes as AdamW must at least. On a machine with a GPU that JAX sees, the steps run there.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from bench.timing import Compiled, compiled, copier, gradients, interleaved, spr
 from bench.torch_step import torch_step
 
 BARE = "adamw alone"
-COPY = "copy of the same bytes"
+COPY = "the same bytes moved"
 OURS = {
     "recipe, apply_gradients": lambda: steps.guarded(steps.recipe()),
     "recipe, update": lambda: steps.applied(steps.recipe()),
@@ -35,7 +35,7 @@ PEERS = {
     "jmp.DynamicLossScale": steps.jmp_scale,
 }
 TORCH = "PyTorch GradScaler"
-HEADER = ("step", "ms", "low", "high", "× adamw", "× copy", "trace s", "lower s", "compile s", "in all × adamw")
+HEADER = ("step", "ms", "low", "high", "× adamw", "× moved", "trace s", "lower s", "compile s", "in all × adamw")
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:

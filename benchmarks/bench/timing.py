@@ -85,15 +85,12 @@ def stepper(program: Compiled, step: Step, shapes: Shapes, grads: Any) -> Callab
 
 
 def copier(shapes: Shapes) -> Callable[[], Any]:
-    """Copies as many bytes as AdamW must touch at least: it reads 16 and writes 12 for each parameter; a copy of 14 does both."""
-    entries = entries_of(shapes)
-    source = jnp.ones(14 * entries // 4, jnp.float32)
-    target = [jnp.zeros_like(source)]
-    # Donating the target lets each copy write into the same memory: fresh memory would cost more than the copy.
-    copy = jax.jit(lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new, 0, 0), donate_argnums=0)
+    """Moves as many bytes as AdamW must at least, 28 for a parameter: 3.5 numbers are read and written where they stand."""
+    numbers = [jnp.ones(7 * entries_of(shapes) // 2, jnp.float32)]
+    move = jax.jit(lambda numbers: numbers * jnp.float32(1.5), donate_argnums=0)
 
     def run() -> Any:
-        target[0] = copy(target[0], source)
-        return target
+        numbers[:] = [move(*numbers)]
+        return numbers
 
     return run
