@@ -150,6 +150,13 @@ def test_a_repr_that_fails_does_not_hide_the_message():
         fp16.clip_by_global_norm_fp32(Hostile())
 
 
+@pytest.mark.parametrize(("length", "shown"), [(98, "x" * 98 + "'."), (99, "x" * 96 + "....")])
+def test_a_message_shows_a_hundred_characters_of_a_value(length, shown):
+    with pytest.raises(TypeError) as refusal:
+        fp16.clip_by_global_norm_fp32("x" * length)
+    assert str(refusal.value).endswith(", not '" + shown)
+
+
 def test_a_traced_knob_is_refused_and_told_apart_from_a_wrong_one():
     for name in ("growth_interval", "init_scale", "tolerance"):
         with pytest.raises(TypeError, match=rf"{name} must be .*, known before the step is traced"):
