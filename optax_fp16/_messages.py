@@ -38,10 +38,9 @@ def number(
     *,
     low: float = -math.inf,
     high: float = math.inf,
-    above: float = -math.inf,
-    below: float = math.inf,
+    below: float | None = None,
 ) -> float:
-    """The argument as a Python float with low <= value <= high and above < value < below, or an error that names it."""
+    """The argument as a Python float with low <= value <= high and value < below, or an error that names it."""
     if is_traced(value):
         raise TypeError(f"{name} must be {allowed}, known before the step is traced, not {shown(value)}.")
     try:
@@ -49,7 +48,7 @@ def number(
     except Exception as error:  # whatever a stranger's __float__ raises
         raise TypeError(f"{name} must be {allowed}, not {shown(value)}.") from error
     # NaN fails every comparison, so it is refused here too.
-    if not (low <= result <= high and (above < result or above == -math.inf) and (result < below or below == math.inf)):
+    if not (low <= result <= high and (below is None or result < below)):
         raise ValueError(f"{name} must be {allowed}, not {shown(value)}.")
     return result
 

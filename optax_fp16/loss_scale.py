@@ -164,10 +164,10 @@ def dynamic_loss_scale(
         ),
         tolerance=number("tolerance", tolerance, "a share from 0 to 1", low=0.0, high=1.0),
         hysteresis=integer("hysteresis", hysteresis, low=1),
-        min_scale=_scale("min_scale", min_scale),
-        max_scale=_scale("max_scale", max_scale),
+        min_scale=checked_scale("min_scale", min_scale),
+        max_scale=checked_scale("max_scale", max_scale),
     )
-    start = _scale("init_scale", init_scale)
+    start = checked_scale("init_scale", init_scale)
     if rule.min_scale > rule.max_scale:
         raise ValueError(f"min_scale must be at most max_scale, {rule.max_scale:g}, not {rule.min_scale:g}.")
     if not rule.min_scale <= start <= rule.max_scale:
@@ -216,7 +216,7 @@ def static_loss_scale(
     References:
       GluonNLP's `StaticLossScaler`.
     """
-    fixed = _scale("scale", scale)
+    fixed = checked_scale("scale", scale)
     mode = checked_mode(underflow)
 
     def init(params: Any) -> StaticLossScaleState:
@@ -225,7 +225,7 @@ def static_loss_scale(
     return _link(init, lambda state, finite: state, Axes(axis_name, sharded))
 
 
-def _scale(name: str, value: Any) -> float:
+def checked_scale(name: str, value: Any) -> float:
     allowed = "a number from 2**-126 to 2**126, which fp32 can hold and so its inverse"
     return number(name, value, allowed, low=FP32_TINY, high=1 / FP32_TINY)
 

@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._messages import floating_dtype, number
+from ._messages import floating_dtype
 from ._tree import gradient_leaves, widened
+from .loss_scale import checked_scale
 
 _ZERO = -127  # the biased exponent 0 of fp32: zeros, and what is smaller than any normal number
 
@@ -34,7 +35,7 @@ def exponent_histogram(
 
     Raises:
       ImportError: without matplotlib, saying how to get it.
-      ValueError, TypeError: for a loss scale that isn't a positive number, a dtype that isn't a floating one, or no gradients.
+      ValueError, TypeError: for what can't be a loss scale, a dtype that isn't a floating one, or no gradients.
 
     >>> import jax.numpy as jnp
     >>> from optax_fp16.plot import exponent_histogram
@@ -47,7 +48,7 @@ def exponent_histogram(
     """
     ax = _new_axes() if ax is None else ax
     held = jnp.finfo(floating_dtype("dtype", dtype))
-    scale = number("loss_scale", np.max(jax.device_get(loss_scale)), "a positive number", above=0.0, below=np.inf)
+    scale = checked_scale("loss_scale", np.max(jax.device_get(loss_scale)))
     shares = exponent_counts(grads)
     total = shares.sum()
     shares = shares / total

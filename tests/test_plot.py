@@ -68,7 +68,7 @@ def test_without_matplotlib_it_says_how_to_get_it(monkeypatch):
     ("grads", "knobs", "error", "words"),
     [
         ({}, {}, ValueError, "grads holds no gradient"),
-        (jnp.ones(1), {"loss_scale": 0.0}, ValueError, "loss_scale must be a positive number"),
+        (jnp.ones(1), {"loss_scale": 0.0}, ValueError, "loss_scale must be a number from 2"),
         (jnp.ones(1), {"dtype": jnp.int32}, TypeError, "dtype must be a floating dtype"),
     ],
 )
