@@ -55,7 +55,7 @@ format: $(VENV)/.test
 
 # Pages in site/; fails on any warning.
 docs: $(VENV)/.docs
-	$(BIN)/python -m mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 # Wheel and sdist in dist/, checked: metadata, contents, an installation into an empty environment, the quickstart.
 dist: $(VENV)/.dist

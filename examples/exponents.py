@@ -35,9 +35,9 @@ def main(argv: list[str] | None = None) -> int:
             f"zero; free of it from a scale of {lost['underflow_free_scale']:.0f} on"
         )
     try:
-        exponent_histogram(grads, args.scale, scaled=False).figure.savefig(
-            args.picture, dpi=110, metadata={"Software": None}
-        )
+        figure = exponent_histogram(grads, args.scale, scaled=False).figure
+        figure.set_size_inches(7.5, 4.2)  # so that a phone shows letters that can be read
+        figure.savefig(args.picture, dpi=150, metadata={"Software": None})
     except (ImportError, OSError) as error:
         raise InputError(f"can't draw {args.picture}: {error}; give --picture a path that can be written") from error
     print(f"picture {args.picture}")

@@ -107,7 +107,7 @@ def show(runs: dict[str, np.ndarray]) -> None:
 
 def draw(path: Path, runs: dict[str, np.ndarray]) -> None:
     """Losses above; below, how far each is above fp32's, for those that stay near it."""
-    figure = Figure(figsize=(9, 6.5), layout="constrained")
+    figure = Figure(figsize=(7, 5.5), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True)
     colors = dict(zip(runs, ("black", "tab:blue", "tab:cyan", "tab:green", "tab:orange", "tab:red"), strict=False))
     for name, losses in runs.items():
@@ -121,7 +121,7 @@ def draw(path: Path, runs: dict[str, np.ndarray]) -> None:
     for axes in (above, below):
         axes.legend(fontsize="small")
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110, metadata={"Software": None})
+    figure.savefig(path, dpi=150, metadata={"Software": None})
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -8,7 +8,6 @@ can't multiply. Both times nothing moves but the scale and the counters.
 """
 
 import argparse
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -61,7 +60,7 @@ def train():
 
 def say(row, finite):
     number, loss, scale, norm, moved, skipped = row
-    what = "applied" if finite else f"SKIPPED, the {skipped}. in all"
+    what = "applied" if finite else f"SKIPPED, {skipped} in all"
     print(f"{number:4}  loss {loss:6.4f}  scale {scale:10.0f}  norm {norm:6.4f}  params moved by {moved:6.4f}  {what}")
 
 
@@ -69,7 +68,7 @@ def draw(path, rows):
     from matplotlib.figure import Figure
 
     numbers, losses, scales, norms, _, _ = zip(*rows, strict=True)
-    upper, lower = Figure(figsize=(8, 5), layout="constrained").subplots(2, 1, sharex=True)
+    upper, lower = Figure(figsize=(6.5, 4.2), layout="constrained").subplots(2, 1, sharex=True)
     upper.plot(numbers, losses, marker=".")
     upper.set(ylabel="loss", title="Overflows: the scale falls until it fits, then one poisoned batch")
     lower.step(numbers, scales, where="mid", color="tab:green")
@@ -78,17 +77,11 @@ def draw(path, rows):
     for number, norm in zip(numbers, norms, strict=True):
         for ax in (upper, lower) if norm == float("inf") else ():
             ax.axvline(number, color="tab:red", alpha=0.5)
-    upper.figure.savefig(path, dpi=110, metadata={"Software": None})
-
-
-def fail(words):
-    print(f"error: {words}", file=sys.stderr)
-    sys.exit(2)
+    upper.figure.savefig(path, dpi=150, metadata={"Software": None})
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.error = fail
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], usage=argparse.SUPPRESS)
     parser.add_argument("--picture", metavar="FILE", help="draw loss and loss scale into this file")
     args = parser.parse_args()
     rows = train()
@@ -96,7 +89,7 @@ def main():
         if args.picture:
             draw(args.picture, rows)
     except (ImportError, OSError) as error:
-        fail(f"can't draw {args.picture}: {error}; install matplotlib and give a path that can be written")
+        parser.error(f"can't draw {args.picture}: {error}; install matplotlib and give a path that can be written")
 
 
 if __name__ == "__main__":

@@ -65,5 +65,5 @@ def test_a_wrong_argument_is_one_line_and_exit_status_2(module, arguments, words
         module.main()
     assert stopped.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: ")
+    assert line.startswith("example.py: error: ")
     assert words in line

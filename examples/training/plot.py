@@ -43,7 +43,7 @@ def draw(
     from matplotlib.figure import Figure  # here, since a program that starts or goes on needn't wait a second for it
 
     steps, skipped = metrics["step"], skipped_steps(metrics)
-    figure = Figure(figsize=(9, 7), layout="constrained")
+    figure = Figure(figsize=(7, 6), layout="constrained")
     loss, scale, norm = figure.subplots(3, 1, sharex=True, height_ratios=[2, 1, 1])
     loss.plot(steps, metrics["loss"], color="tab:blue", alpha=0.25, linewidth=0.8)
     loss.plot(steps, smoothed(metrics["loss"], 20), color="tab:blue", label="training, mean of 20 steps")
@@ -69,4 +69,4 @@ def draw(
         for step in skipped:
             axes.axvline(step, color=_SKIPPED, linewidth=0.8, alpha=0.5)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110, metadata={"Software": None})
+    figure.savefig(path, dpi=150, metadata={"Software": None})
