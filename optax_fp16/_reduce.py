@@ -33,7 +33,8 @@ def sum_of_squares(tree: Any, axes: Axes) -> jax.Array:
     if not everywhere:
         return total_of([leaf for leaf, _ in parts])
     total = jnp.zeros((), jnp.float32)
-    for shards in {shards for _, shards in parts}:
+    # In the order of the leaves: several processes must trace the same program, and a set's order differs between them.
+    for shards in dict.fromkeys(shards for _, shards in parts):
         alike = everywhere - shards
         total = total + _counted_once([leaf for leaf, own in parts if own == shards], alike)
     return sum_over_devices(total, everywhere)

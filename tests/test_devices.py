@@ -1,5 +1,7 @@
 """Norms and decisions over several devices: pmap, shard_map with and without types, sharded jit."""
 
+import itertools
+
 import hypothesis
 import hypothesis.strategies as st
 import jax
@@ -252,6 +254,20 @@ def test_the_norm_of_any_tree_under_any_specs_is_that_of_the_whole_arrays(tree_a
     spread = jax.shard_map(norm, mesh=mesh(2, 2), in_specs=(specs,), out_specs=P(), check_vma=check_vma)
     right = np.sqrt(sum(np.sum(leaf.astype(np.float64) ** 2) for leaf in tree["nested"]))
     np.testing.assert_allclose(jax.jit(spread)(tree), right, rtol=1e-6)
+
+
+def test_the_sums_stand_in_the_program_in_the_order_of_the_leaves():
+    # Processes that trace them in another order than the rest run other programs, and wait for each other or abort.
+    names = ("data", "pipe", "model")
+    specs = [P(*axes) for count in range(4) for axes in itertools.combinations(names, count)]
+    tree = [np.ones((size + 2,) * 3, np.float32) for size in range(len(specs))]
+
+    def norm(tree):
+        return fp16.grad_global_norm(tree, sharded=specs)
+
+    traced = jax.make_jaxpr(norm, axis_env=[(name, 2) for name in names])(tree)
+    sums = [each for each in traced.eqns if each.params.get("name") == "total_of"]
+    assert [leaf.aval.shape for each in sums for leaf in each.invars] == [leaf.shape for leaf in tree]
 
 
 TREE = {"w": np.ones(4, np.float32), "deep": [np.ones(4, np.float32)]}
