@@ -52,6 +52,38 @@ def test_a_page_that_prints_something_else_fails(tmp_path):
         run(page, {})
 
 
+def test_no_code_on_a_page_is_passed_over():
+    for page in PAGES:
+        text = page.read_text()
+        languages = re.findall(r"^ *```(.*)$", text, re.MULTILINE)[::2]
+        assert set(languages) <= {"python", "text", ""}, f"{page.name}: what runs begins with ```python"
+        assert languages.count("python") == len(list(blocks_of(page))), page.name
+        if page.name != "migrating.md":
+            assert "text" not in languages, f"{page.name}: only other frameworks' code is shown and not run"
+        for language, code in re.findall(r"^```(.*)\n((?:.*\n)*?)^```$", text, re.MULTILINE):
+            assert language or not re.search(r"^(import|from|def|print)\b", code, re.MULTILINE), page.name
+
+
+def test_every_mistake_has_its_wrong_code_what_it_does_and_what_is_right():
+    entries = re.split(r"^### ", (ROOT / "docs" / "faq.md").read_text(), flags=re.MULTILINE)[1:]
+    assert len(entries) > 15
+    for entry in entries:
+        wrong, *rest = re.split(r"^\*\*(?:What it does|Right)\.\*\*", entry, flags=re.MULTILINE)
+        assert len(rest) == 2, entry
+        assert "**Wrong.**" in wrong, entry
+        assert re.search(r"```python\n(?:.*\n)*?#> ", wrong), f"no wrong code that prints something: {entry}"
+
+
+def test_the_commands_and_files_on_a_page_exist():
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    for page in [*PAGES, ROOT / "CONTRIBUTING.md"]:
+        text = page.read_text()
+        named = re.findall(r"(?:`|^)make ([a-z-]+)", text, re.MULTILINE)
+        assert [target for target in named if target not in targets] == [], page.name
+        files = re.findall(r"\b(?:examples|benchmarks|tests|docs)/[\w/]+\.(?:py|sh|md|png)", text)
+        assert [file for file in files if not (ROOT / file).exists()] == [], page.name
+
+
 def documented():
     """What docs/api.md has an entry for, by its full name."""
     return re.findall(r"^::: (\S+)$", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE)
@@ -65,6 +97,11 @@ def public_names():
 
 def test_every_public_name_is_in_the_api_page_once():
     assert sorted(documented()) == sorted(public_names())
+
+
+def test_every_public_name_is_in_the_changelog():
+    changelog = (ROOT / "CHANGELOG.md").read_text()
+    assert [name for name in public_names() if f"`{name.split('.')[-1]}`" not in changelog] == []
 
 
 def test_every_page_is_in_the_navigation():
