@@ -120,6 +120,64 @@ def test_the_metrics_are_those_of_the_last_step(name, bad):
     assert all(value.dtype.kind == kinds.get(field, "i") for field, value in metrics.items())
 
 
+def one_step(tx):
+    """The state after one step in which something was clipped, skipped or not."""
+    return tx.update(jnp.array([24.0, 32.0]), tx.init(jnp.ones(2)), jnp.ones(2))[1]
+
+
+def everything():
+    scale = fp16.dynamic_loss_scale(8.0, underflow="total")
+    return fp16.mixed_precision(optax.sgd(0.1), max_norm=1.0, loss_scale=scale)
+
+
+KEYS = {
+    "loss_scale", "steps_since_rescale", "overflows_at_floor", "grad_norm", "clip_ratio", "grads_finite", "applied_total",
+    "skipped_total", "skipped_in_a_row", "underflow_share", "underflow_zero_share", "underflow_free_scale",
+}  # fmt: skip
+
+
+def test_every_metric_has_its_key_and_is_a_scalar_on_the_device_inside_jit_and_outside():
+    state = one_step(everything())
+    metrics = fp16.metrics_of(state)
+    assert set(metrics) == KEYS
+    assert all(isinstance(value, jax.Array) and value.shape == () for value in metrics.values())
+    assert jax.device_get(jax.jit(fp16.metrics_of)(state)) == jax.device_get(metrics), (
+        "so it needs no value on the host"
+    )
+    assert all(f"`{key}`" in fp16.metrics_of.__doc__ for key in KEYS)
+
+
+def test_every_metric_is_the_same_under_pmap_and_in_nnx(loose):
+    expected = jax.device_get(fp16.metrics_of(one_step(everything())))
+
+    def step(grads):
+        tx = everything()
+        return tx.update(grads, tx.init(jnp.ones(2)), jnp.ones(2))[1]
+
+    stacked = jax.pmap(step, axis_name="batch", devices=jax.devices()[:2])(jnp.tile(jnp.array([24.0, 32.0]), (2, 1)))
+    for name, values in jax.device_get(fp16.metrics_of(stacked)).items():
+        np.testing.assert_array_equal(values, [expected[name]] * 2, err_msg=name)
+
+    class Model(nnx.Module):
+        def __init__(self):
+            self.w = nnx.Param(jnp.ones(2))
+
+    model = Model()
+    optimizer = nnx.Optimizer(model, everything(), wrt=nnx.Param)
+    optimizer.update(model, jax.tree.map(lambda _: jnp.array([24.0, 32.0]), nnx.state(model, nnx.Param)))
+    for state in (optimizer, optimizer.opt_state):
+        assert jax.device_get(fp16.metrics_of(state)) == expected
+
+
+def test_without_a_loss_scale_the_other_metrics_are_there():
+    inner = optax.chain(fp16.clip_by_global_norm_fp32(1.0), optax.sgd(0.1))
+    metrics = fp16.metrics_of(one_step(fp16.skip_if_nonfinite(inner)))
+    assert set(metrics) == {
+        name for name in KEYS if "scale" not in name and "underflow" not in name and "floor" not in name
+    }
+    assert (metrics["grad_norm"], metrics["clip_ratio"], metrics["applied_total"]) == (40.0, 40.0, 1)
+
+
 def test_a_run_is_stuck_after_as_many_skips_as_patience_says():
     tx = fp16.skip_if_nonfinite(optax.sgd(0.1))
     state = tx.init(jnp.ones(1))
