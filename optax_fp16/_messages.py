@@ -76,6 +76,16 @@ def transformation(name: str, value: Any) -> Any:
     return value
 
 
+def state_with(field: str, state: Any) -> Any:
+    """The state, if it has the field; else an error about the order in which things are handed over."""
+    if not hasattr(state, field):
+        raise TypeError(
+            f"opt_state must be what tx.init(params) returned, not {shown(state)}. The order is apply_gradients(tx, grads, "
+            "opt_state, params), and tx.update(grads, opt_state, params)."
+        )
+    return state
+
+
 def one_of(name: str, value: Any, allowed: tuple[Any, ...]) -> Any:
     try:
         known = value in allowed

@@ -3,7 +3,11 @@
 from typing import Any
 
 import jax
-from flax.training import train_state
+
+try:
+    from flax.training import train_state
+except ImportError as error:
+    raise ImportError("optax_fp16.flax needs Flax: pip install 'optax_fp16[flax]', or flax.") from error
 
 from .reading import loss_scale_of, metrics_of
 from .scaling import scale_loss

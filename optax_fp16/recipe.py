@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from ._devices import Axes
 from ._inner import ApplyTransformation, checked_inner, init_inner
-from ._messages import boolean, is_traced, shown
+from ._messages import boolean, is_traced, shown, state_with
 from ._reduce import global_norm, is_finite
 from ._scalars import read_at_once
 from ._tree import map_gradients, widened
@@ -106,7 +106,7 @@ def mixed_precision(
 def _step(
     guarded: Any, knobs: _Knobs, grads: Any, state: MixedPrecisionState, params: Any, extra: Any
 ) -> tuple[Any, Any]:
-    state = read_at_once(state)
+    state = read_at_once(state_with("scale_state", state))
     scale = state.scale_state.loss_scale
     norm = global_norm(grads, knobs.axes) / scale
     finite = is_finite(norm)

@@ -77,6 +77,10 @@ def value_and_grad(
 
     def scaled(*args: Any, **kwargs: Any) -> tuple[jax.Array, tuple[Any, Any]]:
         value, aux = fun(*args, **kwargs) if has_aux else (fun(*args, **kwargs), None)
+        if isinstance(value, tuple):
+            raise TypeError(
+                f"loss must be a number, not {shown(value)}; has_aux=True is for a fun that gives (loss, aux)."
+            )
         return scale_loss(value, opt_state), (value, aux)
 
     differentiated = jax.value_and_grad(scaled, argnums=argnums, has_aux=True)

@@ -10,7 +10,7 @@ import optax
 from ._devices import Axes
 from ._guard import in_the_state_dtypes, take_step, zeros_like
 from ._inner import ApplyTransformation, apply_inner, apply_of, checked_inner, init_inner, kept_params, update_inner
-from ._messages import transformation
+from ._messages import state_with, transformation
 from ._reduce import for_the_record, global_norm, is_finite
 from ._scalars import read_at_once
 
@@ -132,14 +132,14 @@ def skip_if_nonfinite(inner: Any, *, axis_name: Any = None, sharded: Any = False
         return fresh_guard(inner_state)
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
-        state = read_at_once(state)
+        state = read_at_once(state_with("skipped_total", state))
         norm = global_norm(updates, axes)
         finite = is_finite(norm)
         new, inner_state = guarded_update(inner, finite, lambda: updates, state.inner_state, params, extra)
         return new, counted(state, inner_state, norm, finite)
 
     def apply(grads: Any, state: Any, params: Any, **extra: Any) -> tuple[Any, Any]:
-        state = read_at_once(state)
+        state = read_at_once(state_with("skipped_total", state))
         norm = global_norm(grads, axes)
         finite = is_finite(norm)
         params, inner_state = guarded_apply(inner, finite, lambda: grads, state.inner_state, params, extra)

@@ -1,5 +1,8 @@
 """Flax's TrainState with the guarded step."""
 
+import importlib
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -61,3 +64,10 @@ def test_further_fields_are_replaced_and_the_state_is_a_scan_carry():
     np.testing.assert_array_equal(scales, [2.0**15, 2.0**15, 2.0**14])
     np.testing.assert_array_equal(state.batch_stats["mean"], [3.0])
     assert state.step == 3
+
+
+def test_without_flax_it_says_how_to_get_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "flax.training", None)
+    monkeypatch.delitem(sys.modules, "optax_fp16.flax")
+    with pytest.raises(ImportError, match=r"pip install 'optax_fp16\[flax\]'"):
+        importlib.import_module("optax_fp16.flax")

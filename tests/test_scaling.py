@@ -70,6 +70,11 @@ def test_a_wrong_argument_of_value_and_grad_is_named(arguments, name):
         fp16.value_and_grad(**({"fun": jnp.sin, "opt_state": S16} | arguments))
 
 
+def test_a_loss_with_aux_is_refused_with_the_argument_that_allows_it():
+    with pytest.raises(TypeError, match="has_aux=True is for a fun that gives"):
+        fp16.value_and_grad(lambda w: (w, 1), S16)(jnp.float32(1.0))
+
+
 def test_a_state_without_a_scale_is_refused():
     with pytest.raises(ValueError, match=r"there is no loss scale .* Put optax_fp16.dynamic_loss_scale\(\) first"):
         fp16.scale_loss(1.0, optax.adam(0.1).init(jnp.ones(1)))

@@ -197,6 +197,15 @@ def test_what_is_no_transformation_is_refused(wrong):
         fp16.apply_gradients(wrong, jnp.ones(1), (), jnp.ones(1))
 
 
+@pytest.mark.parametrize("tx", [fp16.skip_if_nonfinite(optax.sgd(0.1)), fp16.mixed_precision(optax.sgd(0.1))])
+def test_parameters_and_state_in_the_wrong_order_are_refused_with_the_right_one(tx):
+    params, order = {"w": jnp.ones(2)}, r"not \{'w'.* The order is apply_gradients\(tx, grads, opt_state, params\)"
+    with pytest.raises(TypeError, match=order):
+        fp16.apply_gradients(tx, params, params, tx.init(params))
+    with pytest.raises(TypeError, match=order):
+        tx.update(params, params, tx.init(params))
+
+
 def test_debug_nans_has_nothing_to_say_of_a_skipped_step():
     tx = optax.chain(
         fp16.dynamic_loss_scale(), fp16.clip_by_global_norm_fp32(1.0), fp16.skip_if_nonfinite(optax.adam(0.1))
