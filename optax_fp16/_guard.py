@@ -29,23 +29,46 @@ def take_step(finite: jax.Array, step: Callable[[], Tree], stay: Callable[[Tree]
     if not is_traced(finite):
         return step() if finite else stay(_unplaced(jax.eval_shape(step)))
 
-    step = jax.jit(step)  # traced once, however often it is used here
-
-    def by_select() -> Tree:
+    if in_manual_axes():
         new = step()
         return select(finite, new, stay(new))
 
-    def by_branch() -> Tree:
-        return jax.lax.cond(finite, step, lambda: stay(jax.eval_shape(step)))
+    shapes = []
 
-    if in_manual_axes():
-        return by_select()
-    return jax.lax.platform_dependent(cpu=by_branch, default=by_select)
+    def taken() -> Tree:
+        new = step()
+        shapes.append(jax.tree.map(_shape, new))
+        return new
+
+    # One trace serves both: where the platform makes a flag a constant, XLA takes out the branch or the select.
+    on_cpu = jax.lax.platform_dependent(cpu=lambda: jnp.bool_(True), default=lambda: jnp.bool_(False))
+    new = jax.lax.cond(finite | ~on_cpu, taken, lambda: stay(shapes[0]))
+    return select(finite | on_cpu, new, stay(shapes[0]))
+
+
+def _shape(leaf: Any) -> Any:
+    """What `jax.eval_shape` gives for a leaf."""
+    if not isinstance(leaf, jax.Array):
+        return leaf
+    kind = jax.typeof(leaf)
+    return jax.ShapeDtypeStruct(
+        kind.shape, kind.dtype, sharding=kind.sharding if kind.sharding.mesh.explicit_axes else None
+    )
 
 
 def zeros_like(shapes: Tree) -> Tree:
     """Updates that change nothing, in the dtypes and shapes of those that an applied step would give."""
-    return jax.tree.map(_zero, shapes)
+    made = {}  # in a trace one zero serves all leaves of its shape
+
+    def zero(leaf: Any) -> Any:
+        if not isinstance(leaf, jax.ShapeDtypeStruct):
+            return _zero(leaf)
+        new = made[leaf] if leaf in made else _zero(leaf)
+        if is_traced(new):
+            made[leaf] = new
+        return new
+
+    return jax.tree.map(zero, shapes)
 
 
 def _zero(leaf: Any) -> Any:
@@ -93,17 +116,32 @@ def in_the_state_dtypes(new: Tree, old: Tree) -> Tree:
             "the inner transformation's update gives a state of another structure than its init, so a step can't be skipped "
             f"by keeping the old one: {shown(jax.tree.structure(old))} became {shown(jax.tree.structure(new))}."
         )
-    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(old)]
-    leaves = [_in_dtype(*pair) for pair in zip(paths, jax.tree.leaves(new), jax.tree.leaves(old), strict=True)]
+    pairs = zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True)
+    leaves = [
+        leaf if _alike(leaf, before) else _in_dtype(leaf, before, lambda index=index: _path(old, index))
+        for index, (leaf, before) in enumerate(pairs)
+    ]
     return jax.tree.unflatten(jax.tree.structure(old), leaves)
 
 
-def _in_dtype(path: str, new: Any, old: Any) -> Any:
+def _path(tree: Tree, index: int) -> str:
+    return jax.tree_util.keystr(jax.tree_util.tree_leaves_with_path(tree)[index][0])
+
+
+def _alike(new: Any, old: Any) -> bool:
+    """Whether two arrays have one type, as most have."""
+    if not isinstance(new, jax.Array) or not isinstance(old, jax.Array):
+        return False
+    kind = jax.typeof(old)
+    return not kind.weak_type and jax.typeof(new) == kind
+
+
+def _in_dtype(new: Any, old: Any, path: Callable[[], str]) -> Any:
     if not hasattr(old, "dtype") and not isinstance(old, (bool, int, float, complex)):
         return new
     if jnp.shape(new) != jnp.shape(old):
         raise TypeError(
-            f"the inner transformation's state{path} has shape {jnp.shape(old)} before the step and {jnp.shape(new)} after it, "
+            f"the inner transformation's state{path()} has shape {jnp.shape(old)} before the step and {jnp.shape(new)} after it, "
             "so a step can't be skipped by keeping the old one."
         )
     dtype = getattr(old, "dtype", None) or jnp.result_type(old)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from ._devices import SPLIT_FROM, Axes, device_count, in_force, my_index, sum_over_devices
 from ._lowering import mesh_is_shared, reduction_strategy
-from ._tree import is_gradient, wide_dtype, widened
+from ._tree import is_gradient, widened
 
 # Entries of a half-precision leaf that are widened at a time on CPU: one chunk stays in the cache.
 CHUNK = 32768
@@ -92,7 +92,7 @@ def _joined(leaves: Sequence[Any], small: Callable[[Any], bool]) -> tuple[list[l
     alone = []
     for leaf in leaves:
         if small(leaf) and not jnp.iscomplexobj(leaf):
-            by_dtype.setdefault(leaf.dtype, []).append(leaf.reshape(-1))
+            by_dtype.setdefault(leaf.dtype, []).append(_flat(leaf))
         else:
             alone.append(leaf)
     groups = [flat[at : at + GROUP] for flat in by_dtype.values() for at in range(0, len(flat), GROUP)]
@@ -123,7 +123,11 @@ def _dot(chunk: jax.Array) -> jax.Array:
 
 
 def _added(sums: Iterable[jax.Array]) -> jax.Array:
-    return functools.reduce(jnp.add, sums, jnp.zeros((), jnp.float32))
+    return functools.reduce(jax.lax.add, sums, jnp.zeros((), jnp.float32))
+
+
+def _flat(leaf: Any) -> Any:
+    return leaf if leaf.ndim == 1 else jax.lax.reshape(leaf, (leaf.size,))
 
 
 def _is_fp16(leaf: Any) -> bool:
@@ -131,9 +135,10 @@ def _is_fp16(leaf: Any) -> bool:
 
 
 def _leaf_sum(leaf: Any) -> jax.Array:
-    wide = leaf.astype(wide_dtype(leaf.dtype))
-    squares = jnp.real(wide * jnp.conj(wide)) if jnp.iscomplexobj(wide) else wide * wide
-    return jnp.sum(squares).astype(jnp.float32)
+    wide = widened(leaf)
+    squares = jnp.real(wide * jnp.conj(wide)) if jnp.iscomplexobj(wide) else jax.lax.mul(wide, wide)
+    total = jax.lax.reduce_sum(squares, range(squares.ndim))
+    return total if total.dtype == jnp.float32 else total.astype(jnp.float32)
 
 
 def for_the_record(norm: jax.Array) -> jax.Array:

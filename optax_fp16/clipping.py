@@ -10,7 +10,7 @@ import optax
 from ._devices import Axes
 from ._messages import is_traced, number
 from ._reduce import for_the_record, global_norm, is_finite
-from ._tree import map_gradients, widened
+from ._tree import map_gradients, times, widened
 
 
 class ClipByGlobalNormState(NamedTuple):
@@ -100,11 +100,10 @@ def clip_by_global_norm_fp32(
 def multiplied(updates: Any, factor: jax.Array) -> Any:
     """The updates times an fp32 scalar, multiplied in fp32 and cast back to each leaf's own dtype last."""
 
-    def times(leaf: Any) -> jax.Array:
-        wide = widened(leaf)
-        return (wide * factor.astype(wide.dtype)).astype(jnp.result_type(leaf))
+    def multiply(leaf: Any) -> jax.Array:
+        return times(widened(leaf), factor).astype(jnp.result_type(leaf))
 
-    return map_gradients(times, updates)
+    return map_gradients(multiply, updates)
 
 
 def grad_global_norm(

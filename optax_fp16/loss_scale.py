@@ -247,4 +247,4 @@ def unscale(grads: Any, scale: jax.Array) -> Any:
 
 
 def _divided(leaf: jax.Array, scale: jax.Array) -> jax.Array:
-    return leaf / scale.astype(leaf.dtype)
+    return jax.lax.div(leaf, scale if scale.dtype == leaf.dtype else scale.astype(leaf.dtype))

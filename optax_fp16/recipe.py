@@ -2,7 +2,6 @@
 
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 
 from ._devices import Axes
@@ -10,7 +9,7 @@ from ._inner import ApplyTransformation, checked_inner, init_inner
 from ._messages import boolean, is_traced, shown, state_with
 from ._reduce import global_norm, is_finite
 from ._scalars import read_at_once
-from ._tree import map_gradients, widened
+from ._tree import map_gradients, times, widened
 from .clipping import ClipByGlobalNormState, checked_max_norm, clip_factor, clip_record, fresh_clip
 from .loss_scale import LossScaleTransformation, dynamic_loss_scale, static_loss_scale
 from .master_weights import master_weights
@@ -117,7 +116,7 @@ def _step(
     def ready() -> Any:  # inside of the guard: before it, a CPU would write them to memory first
         # One multiplication, exact but for the clip when S is a power of two; XLA for CPU would write quotients to memory too.
         multiplier = read_at_once((1 if knobs.max_norm is None else factor) / scale)
-        return map_gradients(lambda leaf: _times(widened(leaf), multiplier), grads)
+        return map_gradients(lambda leaf: times(widened(leaf), multiplier), grads)
 
     new, inner_state = guarded(knobs.inner, finite, ready, guard.inner_state, params, extra)
     return new, MixedPrecisionState(
@@ -125,10 +124,6 @@ def _step(
         clip_record(norm, limit),
         counted(guard, inner_state, norm, finite),
     )
-
-
-def _times(leaf: jax.Array, multiplier: jax.Array) -> jax.Array:
-    return leaf * multiplier.astype(leaf.dtype)
 
 
 def _scale_link(loss_scale: Any) -> LossScaleTransformation:

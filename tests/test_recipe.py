@@ -7,6 +7,7 @@ import optax
 import pytest
 
 import optax_fp16 as fp16
+from optax_fp16._elementwise import _inside
 from tests.transforms import bits
 
 
@@ -119,3 +120,23 @@ def test_a_wrong_loss_scale_is_refused(wrong):
 def test_a_wrong_argument_is_named(arguments, name):
     with pytest.raises((TypeError, ValueError), match=name):
         fp16.mixed_precision(**({"inner": optax.sgd(1.0)} | arguments))
+
+
+def equations(jaxpr):
+    return sum(1 + sum(map(equations, _inside(equation.params))) for equation in jaxpr.eqns)
+
+
+@pytest.mark.parametrize("form", ["apply", "update"])
+@pytest.mark.usefixtures("loose")
+def test_an_array_costs_its_optimizer_step_once_and_ten_equations_to_trace(form):
+    """A tree may have thousands of arrays, and both ways to guard them are in one trace."""
+    inner = optax.adamw(1e-3)
+    recipe = fp16.mixed_precision(inner, max_norm=1.0)
+
+    def traced(tx, count):
+        params = [jax.ShapeDtypeStruct((2, 3), jnp.float32)] * count
+        step = tx.apply if tx is recipe and form == "apply" else tx.update
+        return equations(jax.make_jaxpr(step)(params, jax.eval_shape(tx.init, params), params).jaxpr)
+
+    ours, bare = ((traced(tx, 30) - traced(tx, 10)) / 20 for tx in (recipe, inner))
+    assert ours <= bare + 10
