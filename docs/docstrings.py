@@ -7,6 +7,7 @@ import griffe
 
 _LITERAL = re.compile(r"(?m)^(?P<before>.*?)::\n\n(?P<code>(?:(?: {4}.*)?\n)+)")
 _DOCTEST = re.compile(r"(?m)^>>> .*(?:\n(?!$).*)*(?:\n\n>>> .*(?:\n(?!$).*)*)*")
+_RETURNS = re.compile(r"(?m)^(Returns:\n +)(?=\S)")
 
 
 class Docstrings(griffe.Extension):
@@ -15,6 +16,11 @@ class Docstrings(griffe.Extension):
     def on_instance(self, *, obj: griffe.Object, **kwargs: Any) -> None:
         if obj.docstring:
             obj.docstring.value = as_markdown(obj.docstring.value)
+
+    def on_function(self, *, func: griffe.Function, **kwargs: Any) -> None:
+        """Writes the type before what is returned, where the first colon of a sentence would end the type."""
+        if func.docstring and func.returns is not None:
+            func.docstring.value = _RETURNS.sub(rf"\g<1>{func.returns}: ", func.docstring.value)
 
 
 def as_markdown(text: str) -> str:
