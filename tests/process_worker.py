@@ -15,12 +15,11 @@ from jax.sharding import PartitionSpec as P
 import optax_fp16 as fp16
 from parallel.checkpoints import Checkpoints
 from parallel.layout import DATA, Layout, mesh_of
-from parallel.processes import end_with_the_launcher
-from parallel.program import join
+from parallel.program import together
 from parallel.step import Spread, init_state, put
 
-PARAMS = {"w": np.ones((5, 3), np.float32), "b": np.zeros(3, np.float32)}
-SPECS = {"w": P(), "b": P()}
+PARAMS = {"w": np.ones((5, 3), np.float32), "b": np.zeros(3, np.float32), "scalar": np.zeros((), np.float32)}
+SPECS = {name: P() for name in PARAMS}
 
 
 def plan_for(layout):
@@ -33,14 +32,15 @@ def plan_for(layout):
 def step_of(plan):
     def step(params, state, numbers):
         grads = jax.tree.map(lambda leaf: leaf * 0 + numbers[0], jax.lax.pcast(params, DATA, to="varying"))
+        mean = fp16.pmean_gradients(grads, DATA)
         params, state = fp16.apply_gradients(plan.tx, grads, state, params)
-        return params, state, fp16.metrics_of(state)
+        return params, state, {**fp16.metrics_of(state), "mean": mean["w"].max()}
 
     places = (plan.param_specs, plan.state_specs)
     return jax.jit(jax.shard_map(step, mesh=plan.mesh, in_specs=(*places, P(DATA)), out_specs=(*places, P())))
 
 
-def main():
+def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("--die", action="store_true", help="the last process kills itself after step 2, which is saved")
@@ -48,9 +48,10 @@ def main():
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--coordinator")
     parser.add_argument("--process-id", type=int)
-    args = parser.parse_args()
-    end_with_the_launcher()
-    join(args)
+    return together(parser.parse_args(), train)
+
+
+def train(args):
     plan = plan_for(Layout(args.processes, 1, 1))
     checkpoints = Checkpoints(args.folder / "checkpoints", {})
     params = put(PARAMS, plan.mesh, SPECS)

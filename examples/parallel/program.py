@@ -3,6 +3,7 @@
 import argparse
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -25,21 +26,12 @@ HEARTBEAT = 60  # seconds without a sign of life after which JAX ends a run whos
 def main(args: argparse.Namespace) -> int:
     if args.process_id is None:
         return _run(args)
+    return together(args, _run)
+
+
+def together(args: argparse.Namespace, work: Callable[[argparse.Namespace], int]) -> int:
+    """`work(args)` with the devices of all processes as one set; when one of the others is lost, this one ends too."""
     end_with_the_launcher()
-    join(args)
-    try:
-        return _run(args)
-    except jax.errors.JaxRuntimeError as error:
-        reason = str(error).splitlines()[0]
-        print(
-            f"error: process {args.process_id} lost the others ({reason}); start again with --resume", file=sys.stderr
-        )
-        sys.stderr.flush()
-        os._exit(1)  # the ordinary way out would wait for the others
-
-
-def join(args: argparse.Namespace) -> None:
-    """Make the devices of all processes one set."""
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(
         args.coordinator,
@@ -47,6 +39,17 @@ def join(args: argparse.Namespace) -> None:
         process_id=args.process_id,
         heartbeat_timeout_seconds=HEARTBEAT,
     )
+    try:
+        return work(args)
+    except (jax.errors.JaxRuntimeError, ValueError) as error:
+        if isinstance(error, ValueError) and "Gloo" not in str(error):  # JAX raises it as either
+            raise
+        reason = str(error).splitlines()[0]
+        print(
+            f"error: process {args.process_id} lost the others ({reason}); start again with --resume", file=sys.stderr
+        )
+        sys.stderr.flush()
+        os._exit(1)  # the ordinary way out would wait for the others
 
 
 def _run(args: argparse.Namespace) -> int:

@@ -6,12 +6,15 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import orbax.checkpoint as ocp
 from jax.sharding import PartitionSpec as P
 
 from bert import BertConfig, BertForPreTraining
 from parallel import step as steps
 from parallel.data import Data, weighted
 from parallel.layout import DATA, Layout, local_entries, mesh_of
+
+PATIENCE = 3600  # seconds that a process waits for the others to compile
 
 
 class Memory(NamedTuple):
@@ -70,6 +73,13 @@ def placed(plan: steps.Spread, batch: dict[str, Any]) -> dict[str, Any]:
     return steps.put(batch, plan.mesh, dict.fromkeys(batch, P(DATA)))
 
 
+def wait_for_the_others(what: str) -> None:
+    """Until every process has come as far: gloo's sums give up on a process that is half a minute late, as a compiler can be."""
+    if jax.process_count() > 1:
+        everyone = set(range(jax.process_count()))
+        ocp.multihost.sync_global_processes(what, timeout=PATIENCE, processes=everyone)
+
+
 def train(
     plan: steps.Spread,
     data: Data,
@@ -86,7 +96,10 @@ def train(
     poison = {number: jnp.int32(layout.dp - 1 if number == poison_at else -1) for number in range(first, last + 1)}
     batch = placed(plan, weighted(data.training.batch(first - 1)))
     program = steps.train_step(plan).lower(params, state, batch, poison[first]).compile()
+    held_out = placed(plan, weighted(next(iter(data.validation.once()))))
+    evaluate = steps.evaluation(plan).lower(params, held_out).compile()
     memory = memory_of(plan, layout, params, state, program)
+    wait_for_the_others("compiled")
     loss, start = float("nan"), time.perf_counter()
     for number in range(first, last + 1):
         batch = placed(plan, weighted(data.training.batch(number - 1)))
@@ -94,6 +107,5 @@ def train(
         loss = float(metrics["loss"])
         after(number, params, state, metrics)
     seconds = time.perf_counter() - start
-    held_out = placed(plan, weighted(next(iter(data.validation.once()))))
-    validation = float(steps.evaluation(plan)(params, held_out))
+    validation = float(evaluate(params, held_out))
     return Result((last - first + 1) / seconds, loss, validation, memory)
