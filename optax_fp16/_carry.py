@@ -35,7 +35,7 @@ def reader(what: str, source: Any) -> Callable[..., Any]:
 
 def knobs_of(scale: Any, interval: Any, growth: Any, **others: Any) -> Knobs:
     """Knobs for `dynamic_loss_scale`, checked by it; a back-off divides by what a growth multiplies by, if none is given."""
-    growth = number("growth_factor", growth, "above 1", low=1 + 2**-23)
+    growth = number("growth_factor", growth, "above 1", low=1.0)  # so that it has an inverse; the rule checks the rest
     knobs: Knobs = {
         "init_scale": scale,
         "growth_interval": interval,

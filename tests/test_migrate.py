@@ -288,6 +288,21 @@ def test_a_knob_that_the_other_rule_lacks_is_refused_until_it_is_left_behind(mov
     assert move_out(knobs, state, leave=(name,))
 
 
+@pytest.mark.parametrize(
+    ("name", "as_good_as_none", "still_one"), [("min_scale", 2.0**-100, 2.0**-99), ("max_scale", 2.0**100, 2.0**99)]
+)
+def test_a_bound_that_far_out_counts_as_none(name, as_good_as_none, still_one):
+    state = fp16.dynamic_loss_scale().init(None)
+    assert migrate.to_torch(FREE | {name: as_good_as_none}, state)
+    with pytest.raises(ValueError, match=f"{name}=.* can't be carried over"):
+        migrate.to_torch(FREE | {name: still_one}, state)
+
+
+def test_knobs_that_no_rule_takes_are_refused_by_name():
+    with pytest.raises(ValueError, match="growth_factor must be above 1"):
+        migrate.to_gluonnlp(FREE | {"growth_factor": 0.5, "backoff_factor": 2.0}, fp16.dynamic_loss_scale().init(None))
+
+
 def test_names_that_are_no_knobs_are_refused():
     state = fp16.dynamic_loss_scale().init(None)
     with pytest.raises(ValueError, match="floor is no argument of dynamic_loss_scale"):
