@@ -33,7 +33,11 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
         "--spec", default="h100", metavar="GPU", help=f"{', '.join(SPECS)}, or a file (GpuTargetConfigProto)"
     )
     parser.add_argument(
-        "--devices", type=int, default=4, metavar="N", help="GPUs of the programs for several (default: 4)"
+        "--devices",
+        type=int,
+        default=4,
+        metavar="N",
+        help="GPUs of the programs for several (default: 4, as the limits)",
     )
     parser.add_argument("--only", default="", metavar="TEXT", help="only programs with TEXT in their names")
     options = parser.parse_args(argv)

@@ -22,11 +22,15 @@ def scattered_mean(leaf: jax.Array, split: Split, names: tuple[Any, ...], dtype:
             widened(leaf), split, names
         )  # its type says that it is the same everywhere, so it is its own mean
     count = jax.lax.axis_size(names)
-    travelling = to_travel(leaf, count, dtype)
+    # fp32 is divided after it has travelled, in the update's own pass: before, a GPU would write every gradient once more. A sum
+    # of fp32 gradients overflows only where their squares have long before.
+    travelling = widened(leaf) if dtype is None else to_travel(leaf, count, dtype)
     if split.dim is None:
-        return arrived(jax.lax.psum(travelling, names))
-    padded = _padded(travelling, split, count)
-    return arrived(jax.lax.psum_scatter(padded, names, scatter_dimension=split.dim, tiled=True))
+        total = jax.lax.psum(travelling, names)
+    else:
+        padded = _padded(travelling, split, count)
+        total = jax.lax.psum_scatter(padded, names, scatter_dimension=split.dim, tiled=True)
+    return total / count if dtype is None else arrived(total)
 
 
 def own_part(leaf: jax.Array, split: Split, names: tuple[Any, ...]) -> jax.Array:
