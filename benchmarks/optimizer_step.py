@@ -3,7 +3,8 @@
 
     python benchmarks/optimizer_step.py --quick             # 1 M parameters: under a minute
     python benchmarks/optimizer_step.py                     # BERT-base
-    python benchmarks/optimizer_step.py --growth --png growth.png
+    python benchmarks/optimizer_step.py --norm              # the norm alone, in fp32, bf16 and fp16
+    python benchmarks/optimizer_step.py --growth arrays --png growth.png
 
 All steps run in turn, round after round, in one process, with parameters and state donated; a ratio compares medians. The first
 row moves as many bytes as AdamW must at least. On a machine with a GPU that JAX sees, the steps run there.
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-from bench import growth, steps
+from bench import growth, norms, steps
 from bench.shapes import BASE, Shapes, bert_shapes, entries_of, even_shapes
 from bench.tables import markdown
 from bench.timing import Compiled, compiled, copier, gradients, interleaved, spread, stepper
@@ -43,13 +44,19 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="1 M parameters in 24 arrays instead of BERT-base's 199")
     parser.add_argument("--rounds", type=int, default=9, metavar="N", help="how often each step runs (default: 9)")
     parser.add_argument("--grads", choices=("float32", "float16"), default="float32", help="the gradients' dtype")
-    parser.add_argument("--growth", action="store_true", help="how the cost grows with the parameters and the arrays")
+    parser.add_argument(
+        "--growth", choices=("parameters", "arrays"), help="how the cost grows with the parameters, or with the arrays"
+    )
+    parser.add_argument("--counts", type=int, nargs="+", metavar="N", help="with --growth arrays: how many arrays")
+    parser.add_argument("--only", default="", metavar="TEXT", help="with --growth: only steps with TEXT in their names")
+    parser.add_argument("--trace-only", action="store_true", help="with --growth: trace and lower, without compiling")
+    parser.add_argument("--norm", action="store_true", help="the norm of the gradients alone, in three dtypes")
     parser.add_argument("--png", type=Path, metavar="FILE", help="with --growth: draw it into this file")
     options = parser.parse_args(argv)
     if options.rounds < 1:
         parser.error(f"--rounds must be 1 or more, not {options.rounds}")
-    if options.png and not options.growth:
-        parser.error("--png needs --growth, which it draws")
+    if not options.growth and (options.png or options.counts or options.only or options.trace_only):
+        parser.error("--png, --counts, --only and --trace-only need --growth")
     return options
 
 
@@ -95,8 +102,12 @@ def main(argv: list[str] | None = None) -> int:
         return growth.main(options)
     shapes = even_shapes(1_000_000, 24) if options.quick else bert_shapes(BASE)
     device = jax.devices()[0]
-    print(f"{entries_of(shapes) / 1e6:.1f} M parameters in {len(shapes)} arrays, {options.grads} gradients;")
+    kind = "" if options.norm else f", {options.grads} gradients"
+    print(f"{entries_of(shapes) / 1e6:.1f} M parameters in {len(shapes)} arrays{kind};")
     print(f"{device.device_kind} ({device.platform}), JAX {jax.__version__}, {options.rounds} rounds.\n")
+    if options.norm:
+        print(norms.table(shapes, options.rounds))
+        return 0
     rows = compare(shapes, options.grads, options.rounds)
     print(markdown(HEADER, rows))
     print("\n" + ("\n".join(ahead(rows)) or "No peer is ahead of any of ours."))

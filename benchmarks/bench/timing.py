@@ -3,13 +3,12 @@
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from .shapes import Shapes, drawn, entries_of
+from .shapes import Shapes, abstract, drawn, entries_of
 from .steps import SCALE, Step
 
 
@@ -32,23 +31,28 @@ class Spread(NamedTuple):
     high: float
 
 
-def compiled(step: Step, shapes: Shapes, grads: Any = jnp.float32) -> Compiled:
-    """The step compiled with params and state donated, and how long each stage took."""
+def traced(step: Step, shapes: Shapes, grads: Any = jnp.float32) -> tuple[Any, float, float]:
+    """The step lowered with params and state donated, and the seconds it took to trace and to lower it."""
 
     def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
 
-    params = {f"w{index:04d}": jax.ShapeDtypeStruct(shape, jnp.float32) for index, shape in enumerate(shapes)}
+    params = abstract(shapes, jnp.float32, None)
     state = jax.tree.map(shape_of, jax.eval_shape(step.init, params))
     given = jax.tree.map(lambda leaf: leaf.update(dtype=grads), params)
-    at = [time.perf_counter()]
-    traced = jax.jit(step.step, donate_argnums=(0, 1)).trace(params, state, given)
-    at.append(time.perf_counter())
-    lowered = traced.lower()
-    at.append(time.perf_counter())
+    start = time.perf_counter()
+    program = jax.jit(step.step, donate_argnums=(0, 1)).trace(params, state, given)
+    between = time.perf_counter()
+    lowered = program.lower()
+    return lowered, between - start, time.perf_counter() - between
+
+
+def compiled(step: Step, shapes: Shapes, grads: Any = jnp.float32) -> Compiled:
+    """The step compiled, and how long each stage took."""
+    lowered, *seconds = traced(step, shapes, grads)
+    start = time.perf_counter()
     program = lowered.compile()
-    at.append(time.perf_counter())
-    return Compiled(program, *(after - before for before, after in pairwise(at)))
+    return Compiled(program, *seconds, time.perf_counter() - start)
 
 
 def interleaved(runs: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
