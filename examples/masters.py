@@ -1,16 +1,15 @@
-"""Why half-precision parameters need fp32 masters: a small BERT pre-trained with them and without, beside fp32.
+"""Why half-precision parameters need fp32 masters: a small BERT fine-tuned with them and without, beside fp32.
 
     python examples/masters.py
     python examples/masters.py --picture docs/images/masters.png
 
-A bf16 weight of 0.02 moves in steps of 0.0001, an fp16 one in steps of 0.000015: smaller updates are rounded away, and
-others rounded. Masters, in fp32, add them up. Optax alone on fp16 parameters keeps its moments in fp16 besides, where the
-squares of gradients are zero.
+Fine-tuning moves a weight by 0.00001 in a step, and by less towards its end. A bf16 weight of 0.02 moves in steps of
+0.0001, an fp16 one in steps of 0.000015: smaller updates are rounded away. Masters, in fp32, add them up.
 """
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,7 +30,8 @@ from training.errors import InputError, exit_status
 from training.optimizer import decayed, warmup_then_linear
 from training.plot import smoothed
 
-AVERAGED = 20  # steps at the end, of which the reported losses are the means
+PRETRAINING_STEPS, PRETRAINING_RATE = 200, 1e-3  # in fp32, the same for all
+PASS = 8  # batches that the fine-tuning goes over again and again; reported losses are means over one pass
 
 
 class Way(NamedTuple):
@@ -39,46 +39,44 @@ class Way(NamedTuple):
 
     name: str
     dtype: Any
-    tx: optax.GradientTransformation
-    plain: bool = False  # by Optax alone
+    loss_scale: float | None  # None: dynamic
+    half_params: bool = False
+
+    def optimizer(self, learning_rate: Any) -> optax.GradientTransformation:
+        """Always the same AdamW, in fp32 whatever the parameters are in."""
+        adam = optax.adamw(learning_rate, eps=1e-6, mask=decayed)
+        return fp16.mixed_precision(adam, max_norm=1.0, loss_scale=self.loss_scale, half_params=self.half_params)
 
 
-def ways(adam: optax.GradientTransformation) -> tuple[Way, ...]:
-    """fp32; half-precision parameters with masters; without, `adam` still in fp32; and `adam` alone."""
-
-    def recipe(loss_scale: float | None, half_params: bool) -> optax.GradientTransformation:
-        return fp16.mixed_precision(adam, max_norm=1.0, loss_scale=loss_scale, half_params=half_params)
-
-    return (
-        Way("fp32", jnp.float32, recipe(1.0, half_params=False)),
-        Way("fp16 with fp32 masters", jnp.float16, recipe(None, half_params=True)),
-        Way("fp16 without masters", jnp.float16, recipe(None, half_params=False)),
-        Way("bf16 with fp32 masters", jnp.bfloat16, recipe(1.0, half_params=True)),
-        Way("bf16 without masters", jnp.bfloat16, recipe(1.0, half_params=False)),
-        Way("fp16, Optax alone", jnp.float16, adam, plain=True),
-    )
+FP32 = Way("fp32", jnp.float32, 1.0)
+WAYS = (
+    FP32,
+    Way("fp16 with fp32 masters", jnp.float16, None, half_params=True),
+    Way("fp16 without masters", jnp.float16, None),
+    Way("bf16 with fp32 masters", jnp.bfloat16, 1.0, half_params=True),
+    Way("bf16 without masters", jnp.bfloat16, 1.0),
+)
 
 
-def losses_of(way: Way, shape: dict[str, Any], params: Any, data: Sequence[dict[str, np.ndarray]]) -> np.ndarray:
-    """float [steps]: the loss before every step over `data`, from the same fp32 parameters in every way."""
+def trainer(way: Way, shape: dict[str, Any]) -> Callable[..., tuple[Any, jax.Array]]:
+    """`train(params, data, peak) -> (params, loss before every step)`, over batches stacked along the first axis."""
     loss_of = pretraining_loss(BertForPreTraining(BertConfig(dtype=way.dtype, **shape)))
-    params = jax.tree.map(lambda leaf: leaf.astype(way.dtype), params)
 
     @jax.jit
-    def step(params, opt_state, batch):
-        if way.plain:
-            (loss, _), grads = jax.value_and_grad(loss_of, has_aux=True)(params, batch, None)
-            updates, opt_state = way.tx.update(grads, opt_state, params)
-            return optax.apply_updates(params, updates), opt_state, loss
-        (loss, _), grads = fp16.value_and_grad(loss_of, opt_state, has_aux=True)(params, batch, None)
-        params, opt_state = fp16.apply_gradients(way.tx, grads, opt_state, params)
-        return params, opt_state, loss
+    def train(params: Any, data: Any, peak: float) -> tuple[Any, jax.Array]:
+        steps = len(jax.tree.leaves(data)[0])
+        tx = way.optimizer(warmup_then_linear(peak, steps // 10, steps))
 
-    opt_state, losses = way.tx.init(params), []
-    for batch in data:
-        params, opt_state, loss = step(params, opt_state, batch)
-        losses.append(loss)
-    return np.array(jax.device_get(losses), np.float64)
+        def step(carry: tuple[Any, Any], batch: dict[str, jax.Array]) -> tuple[tuple[Any, Any], jax.Array]:
+            params, opt_state = carry
+            (loss, _), grads = fp16.value_and_grad(loss_of, opt_state, has_aux=True)(params, batch, None)
+            return fp16.apply_gradients(tx, grads, opt_state, params), loss
+
+        params = jax.tree.map(lambda leaf: leaf.astype(way.dtype), params)
+        (params, _), losses = jax.lax.scan(step, (params, tx.init(params)), data)
+        return params, losses
+
+    return train
 
 
 def compare(steps: int, learning_rate: float, names: Sequence[str] | None = None) -> dict[str, np.ndarray]:
@@ -86,49 +84,57 @@ def compare(steps: int, learning_rate: float, names: Sequence[str] | None = None
     args = pretraining_arguments(["--vocab-size", "512", "--batch-size", "8", "--length", "32"])
     corpus = read_corpus(args)
     source = batches(args, corpus, "training")
-    data = [mean_weights(source.batch(step)) for step in range(steps)]
     shape = {"vocab_size": corpus.tokenizer.get_vocab_size(), "max_length": 32, "dropout": 0.0, "num_heads": 2}
     shape |= {"hidden_size": 32, "num_layers": 1, "intermediate_size": 128}
-    params = init_params(BertConfig(**shape), data[0], seed=0)
-    adam = optax.adamw(warmup_then_linear(learning_rate, steps // 10, steps), eps=1e-6, mask=decayed)
-    chosen = [way for way in ways(adam) if names is None or way.name in names]
-    return {way.name: losses_of(way, shape, params, data) for way in chosen}
+
+    def stacked(numbers: Sequence[int]) -> Any:
+        return jax.tree.map(lambda *leaves: np.stack(leaves), *(mean_weights(source.batch(n)) for n in numbers))
+
+    params = init_params(BertConfig(**shape), mean_weights(source.batch(0)), seed=0)
+    fp32 = trainer(FP32, shape)
+    params, _ = fp32(params, stacked(range(PRETRAINING_STEPS)), PRETRAINING_RATE)
+    data, losses = stacked([PRETRAINING_STEPS + step % PASS for step in range(steps)]), {}
+    for way in (way for way in WAYS if way.name in (names or way.name)):
+        train = fp32 if way is FP32 else trainer(way, shape)
+        losses[way.name] = np.asarray(train(params, data, learning_rate)[1], np.float64)
+    return losses
+
+
+def learnt(losses: np.ndarray) -> float:
+    """How far the loss has fallen from the first pass to the last."""
+    return losses[:PASS].mean() - losses[-PASS:].mean()
 
 
 def show(runs: dict[str, np.ndarray]) -> None:
-    """The table: mean losses of the last steps."""
-    fp32 = runs["fp32"][-AVERAGED:].mean()
-    table = Table("way", "loss", "to fp32", title=f"a BERT of one layer after {len(runs['fp32'])} steps")
+    """The table: mean losses of the first and the last pass, and what was learnt beside fp32."""
+    title = f"a BERT of one layer, fine-tuned for {len(runs['fp32'])} steps"
+    table = Table("way", "first loss", "last loss", "learnt, to fp32", title=title)
     for name, losses in runs.items():
-        loss = losses[-AVERAGED:].mean()
-        table.add_row(name, f"{loss:.4f}", f"{loss / fp32 - 1:+.2%}")
+        part = f"{learnt(losses) / learnt(runs['fp32']):.1%}"
+        table.add_row(name, f"{losses[:PASS].mean():.4f}", f"{losses[-PASS:].mean():.4f}", part)
     Console().print(table)
 
 
 def draw(path: Path, runs: dict[str, np.ndarray]) -> None:
-    """Losses above; below, how far each is above fp32's, for those that stay near it."""
-    figure = Figure(figsize=(7, 5.5), layout="constrained")
-    above, below = figure.subplots(2, 1, sharex=True)
-    colors = dict(zip(runs, ("black", "tab:blue", "tab:cyan", "tab:green", "tab:orange", "tab:red"), strict=False))
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.subplots()
+    looks = {"fp32": ("black", 3), "fp16": ("tab:blue", 1.2), "bf16": ("tab:orange", 1.2)}
     for name, losses in runs.items():
-        above.plot(smoothed(losses, AVERAGED), label=name, color=colors[name], linewidth=3 if name == "fp32" else 1.2)
-        apart = smoothed(losses - runs["fp32"], AVERAGED)
-        if abs(apart[-1]) < 0.1 and name != "fp32":
-            below.plot(apart, label=name, color=colors[name])
-    above.set(ylabel="loss (nats)", title=f"Half-precision parameters, mean of {AVERAGED} steps")
-    below.axhline(0, color="black", linewidth=0.8)
-    below.set(ylabel="above the loss of fp32", xlabel="step")
-    for axes in (above, below):
-        axes.legend(fontsize="small")
+        color, width = looks[name[:4]]
+        line = "--" if "without" in name else "-"
+        steps = np.arange(PASS, len(losses) + 1)
+        axes.plot(steps, smoothed(losses, PASS)[PASS - 1 :], line, label=name, color=color, linewidth=width)
+    axes.set(xlabel="step", ylabel=f"loss, mean of {PASS} steps (nats)", title="Fine-tuning half-precision parameters")
+    axes.legend()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150, metadata={"Software": None})
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = OneLineParser(__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=integer(AVERAGED), default=200)
+    parser.add_argument("--steps", type=integer(2 * PASS), default=200)
     parser.add_argument(
-        "--learning-rate", type=number(0, open_low=True), default=1e-3, help="at the end of the warm-up"
+        "--learning-rate", type=number(0, open_low=True), default=1e-5, help="at the end of the warm-up"
     )
     parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the losses into this file")
     return parser.parse_args(argv)

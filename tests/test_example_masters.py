@@ -1,4 +1,4 @@
-"""Why masters exist: a BERT of one layer, 200 steps."""
+"""Why masters exist: a BERT of one layer, 200 steps of fine-tuning."""
 
 import jax
 import numpy as np
@@ -16,13 +16,13 @@ def quickly_compiled(loose):
 
 
 @pytest.mark.slow
-def test_masters_end_where_fp32_does_and_fp16_alone_does_not(quickly_compiled, tmp_path, capsys):
-    runs = masters.compare(200, 1e-3, ["fp32", "fp16 with fp32 masters", "fp16, Optax alone"])
-    fp32, with_masters, alone = (losses[-masters.AVERAGED :].mean() for losses in runs.values())
-    start = runs["fp32"][0]
-    assert fp32 < 0.92 * start, "it learns"
-    assert abs(with_masters - fp32) < 0.01 * fp32
-    assert not alone < fp32 + 0.5 * (start - fp32), "worse than half of what fp32 has learnt, or NaN"
+def test_with_masters_fine_tuning_goes_as_in_fp32_and_without_it_stays_behind(quickly_compiled, tmp_path, capsys):
+    runs = masters.compare(200, 1e-5, ["fp32", "fp16 with fp32 masters", "fp16 without masters"])
+    fp32, with_masters, without = runs.values()
+    np.testing.assert_allclose(with_masters, fp32, rtol=0.001)
+    assert masters.learnt(fp32) > 0.02, "it learns"
+    assert masters.learnt(with_masters) == pytest.approx(masters.learnt(fp32), rel=0.03)
+    assert masters.learnt(without) < 0.6 * masters.learnt(fp32)
     masters.show(runs)
     assert "fp16 with fp32 masters" in capsys.readouterr().out
     masters.draw(tmp_path / "masters.png", runs)
@@ -30,7 +30,7 @@ def test_masters_end_where_fp32_does_and_fp16_alone_does_not(quickly_compiled, t
 
 
 def test_a_picture_that_cannot_be_written_is_one_line(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(masters, "compare", lambda *_: {"fp32": np.ones(30), "other": np.ones(30)})
+    monkeypatch.setattr(masters, "compare", lambda *_: {"fp32": np.arange(30.0), "fp16 with": np.arange(30.0)})
     (tmp_path / "file").write_text("")
     status = masters.exit_status(masters.main, ["--picture", str(tmp_path / "file" / "masters.png")])
     assert status == 2
