@@ -57,6 +57,7 @@ class _Knobs(NamedTuple):
     names: tuple[Any, ...]
     transport: Any
     others: Axes
+    accepted: set[Any]  # the kinds of trees for which `inner` was seen to work entry by entry
 
 
 def distributed(
@@ -121,7 +122,7 @@ def distributed(
         raise ValueError("axis_name must name the data-parallel axis, such as 'data'; it is empty.")
     travelling = None if transport is None else floating_dtype("transport", transport)
     others = Axes(None, False if param_specs is None else param_specs, called="param_specs")
-    knobs = _Knobs(inner, names, travelling, others)
+    knobs = _Knobs(inner, names, travelling, others, set())
     layout = StateLayout(lambda params: init_inner(inner, params), names, param_specs)
 
     def init(params: Any) -> Any:
@@ -152,7 +153,7 @@ def _step(
     _check_state(knobs, state, parts if own is None else own)
     spread = jax.tree.unflatten(jax.tree.structure(grads), [split.dim is not None for split in splits])
     with shards_declared(Both(Axes(knobs.names, spread), knobs.others)):
-        _refuse_whole_arrays(knobs, parts, state, own, extra)
+        _refuse_whole_arrays(knobs, _kind(grads, extra), parts, state, own, extra)
         return finish(knobs, splits, parts, state, params, own, extra)
 
 
@@ -209,13 +210,23 @@ def _check_state(knobs: _Knobs, state: Any, own: Any) -> None:
 
 
 def _refuse_whole_arrays(
-    knobs: _Knobs, parts: Any, state: Any, own: Any, extra: dict[str, Any], axis_env: Any = None
+    knobs: _Knobs, kind: Any, parts: Any, state: Any, own: Any, extra: dict[str, Any], axis_env: Any = None
 ) -> None:
+    """Refuse an `inner` that isn't for parts; once for a kind of tree, since it takes as long as the step's own trace."""
+    if kind in knobs.accepted:
+        return
+
     def update(grads: Any, state: Any, params: Any) -> Any:
         return update_inner(knobs.inner, grads, state, params, extra)
 
     if found := whole_array_computations(update, knobs.names, parts, state, own, axis_env=axis_env):
         raise WholeArrayError(REFUSAL.format(what=", ".join(found)))
+    knobs.accepted.add(kind)
+
+
+def _kind(tree: Any, extra: dict[str, Any]) -> Any:
+    """What decides how `inner` computes, and can be compared."""
+    return jax.tree.structure(tree), tuple(map(jnp.shape, jax.tree.leaves(tree))), frozenset(extra)
 
 
 def _refuse_early(knobs: _Knobs, params: Any) -> None:
@@ -224,7 +235,8 @@ def _refuse_early(knobs: _Knobs, params: Any) -> None:
         shapes = jax.eval_shape(to_fp32, params)
         state = jax.eval_shape(lambda tree: init_inner(knobs.inner, tree), params)
         with shards_declared(Axes(knobs.names)):
-            _refuse_whole_arrays(knobs, shapes, state, shapes, {}, [(name, 2) for name in knobs.names])
+            env = [(name, 2) for name in knobs.names]
+            _refuse_whole_arrays(knobs, _kind(params, {}), shapes, state, shapes, {}, env)
     except WholeArrayError:
         raise
     except Exception:  # it needs other axes, or more arguments, or params stands for something else

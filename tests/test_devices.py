@@ -74,8 +74,9 @@ def test_an_inf_on_one_device_skips_the_step_on_all_and_halves_the_scale(way, co
     np.testing.assert_array_equal(skipped, np.broadcast_to([0.0, 4.0, 1.0], (count, 2, 3)))
 
 
+@pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("way", WAYS)
-def test_an_inner_transformation_with_a_collective_completes_and_all_skip(way):
+def test_an_inner_transformation_with_a_collective_completes_and_all_skip(way, count):
     summed = optax.stateless(lambda updates, params: jax.tree.map(lambda leaf: jax.lax.psum(leaf, "data"), updates))
     tx = fp16.skip_if_nonfinite(optax.chain(summed, optax.sgd(1.0)), axis_name="data", sharded=True)
 
@@ -84,12 +85,12 @@ def test_an_inner_transformation_with_a_collective_completes_and_all_skip(way):
         updates, state = tx.update(grads, state)
         return updates, state.skipped_total
 
-    run = on_devices(way, step, 4)
-    updates, skipped = run(np.ones((4, 2), np.float32))
-    np.testing.assert_array_equal(updates, np.full((4, 2), -4))
-    updates, skipped = run(np.array([[np.inf, 1]] + [[1, 1]] * 3, np.float32))
-    np.testing.assert_array_equal(updates, np.zeros((4, 2)))
-    np.testing.assert_array_equal(skipped, np.ones(4))
+    run = on_devices(way, step, count)
+    updates, skipped = run(np.ones((count, 2), np.float32))
+    np.testing.assert_array_equal(updates, np.full((count, 2), -count))
+    updates, skipped = run(np.array([[np.inf, 1]] + [[1, 1]] * (count - 1), np.float32))
+    np.testing.assert_array_equal(updates, np.zeros((count, 2)))
+    np.testing.assert_array_equal(skipped, np.ones(count))
 
 
 @pytest.mark.parametrize("count", COUNTS)
@@ -166,10 +167,17 @@ def test_pmeaned_gradients_need_no_axis_name():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("make", [links, recipe])
-def test_sharded_jit_is_right_with_nothing_said_and_gathers_no_gradients(kind, make):
-    where = NamedSharding(mesh(4, kind=kind), P("data"))
+@pytest.mark.parametrize(
+    ("kind", "make", "count"),
+    [
+        (AxisType.Auto, links, 4),
+        (AxisType.Auto, recipe, 8),
+        (AxisType.Explicit, links, 8),
+        (AxisType.Explicit, recipe, 4),
+    ],
+)
+def test_sharded_jit_is_right_with_nothing_said_and_gathers_no_gradients(kind, make, count):
+    where = NamedSharding(mesh(count, kind=kind), P("data"))
     whole = NamedSharding(where.mesh, P())
     params = {
         "a": jax.device_put(np.ones((8, 3), np.float32), where),
@@ -231,7 +239,7 @@ SPECS = [
 @st.composite
 def trees_with_specs(draw):
     leaves = draw(
-        st.lists(st.tuples(st.sampled_from(SPECS), st.sampled_from([4, 8]), st.sampled_from([4])), max_size=4)
+        st.lists(st.tuples(st.sampled_from(SPECS), st.sampled_from([8, 16]), st.sampled_from([8])), max_size=4)
     )
     half = draw(st.booleans())
     rng = np.random.default_rng(draw(st.integers(0, 99)))
@@ -243,15 +251,16 @@ def trees_with_specs(draw):
 
 
 @pytest.mark.slow
-@hypothesis.settings(max_examples=12)
+@pytest.mark.parametrize("grid", [(2, 2), (2, 4)])
+@hypothesis.settings(max_examples=8)
 @hypothesis.given(trees_with_specs(), st.booleans())
-def test_the_norm_of_any_tree_under_any_specs_is_that_of_the_whole_arrays(tree_and_specs, check_vma):
+def test_the_norm_of_any_tree_under_any_specs_is_that_of_the_whole_arrays(grid, tree_and_specs, check_vma):
     tree, specs = tree_and_specs
 
     def norm(local):
         return fp16.grad_global_norm(local, axis_name=("data", "model"), sharded=specs)
 
-    spread = jax.shard_map(norm, mesh=mesh(2, 2), in_specs=(specs,), out_specs=P(), check_vma=check_vma)
+    spread = jax.shard_map(norm, mesh=mesh(*grid), in_specs=(specs,), out_specs=P(), check_vma=check_vma)
     right = np.sqrt(sum(np.sum(leaf.astype(np.float64) ** 2) for leaf in tree["nested"]))
     np.testing.assert_allclose(jax.jit(spread)(tree), right, rtol=1e-6)
 
@@ -268,6 +277,18 @@ def test_the_sums_stand_in_the_program_in_the_order_of_the_leaves():
     traced = jax.make_jaxpr(norm, axis_env=[(name, 2) for name in names])(tree)
     sums = [each for each in traced.eqns if each.params.get("name") == "total_of"]
     assert [leaf.aval.shape for each in sums for leaf in each.invars] == [leaf.shape for leaf in tree]
+
+
+@pytest.mark.parametrize("prefix", [{"w": P(), "deep": P("data")}, {"w": False, "deep": True}])
+def test_one_spec_stands_for_all_of_a_subtree(prefix):
+    tree = {"w": np.full(4, 2, np.float32), "deep": [np.full(4, 3, np.float32), {"x": np.full(8, 3, np.float32)}]}
+    places = jax.tree.map(lambda each: P("data") if each in (True, P("data")) else P(), prefix)
+
+    def norm(tree):
+        return fp16.grad_global_norm(tree, axis_name="data", sharded=prefix)
+
+    spread = jax.shard_map(norm, mesh=mesh(4), in_specs=(places,), out_specs=P(), check_vma=False)
+    np.testing.assert_allclose(jax.jit(spread)(tree), np.sqrt(4 * 4 + 12 * 9), rtol=1e-6)
 
 
 TREE = {"w": np.ones(4, np.float32), "deep": [np.ones(4, np.float32)]}

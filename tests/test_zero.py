@@ -103,6 +103,21 @@ def test_fifty_steps_are_those_of_one_device(way):
         np.testing.assert_allclose(metrics[name], right_metrics[name], rtol=1e-6)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_links_in_the_right_order_inside_take_the_steps_of_one_device(way):
+    # Clip and skip see the mean gradients, wherever their parts are, and needn't be told.
+    links = optax.chain(
+        fp16.dynamic_loss_scale(8.0, growth_interval=3),
+        fp16.skip_if_nonfinite(optax.chain(fp16.clip_by_global_norm_fp32(0.5), optax.adam(0.05))),
+    )
+    params, metrics = trained(way, fp16.distributed(links, "data"), parameters(), 4, 5, pull)
+    right, right_metrics = alone(links, parameters(), 4, 5, pull)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6), params, right)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), metrics, right_metrics)
+    assert metrics["grad_norm"] > 0.5  # so the clip had work to do
+
+
 REPLICATED = P()
 
 
@@ -335,6 +350,22 @@ def test_a_wrong_optimizer_is_refused_in_the_step_too():
     )
     with pytest.raises(ValueError, match="computes over whole arrays"):
         jax.eval_shape(spread, params)
+
+
+def test_the_inner_optimizer_is_looked_at_once_for_the_same_kind_of_parameters():
+    traces = []
+    counted = optax.stateless(lambda updates, params: (traces.append(None), updates)[1])
+    tx, params = fp16.distributed(optax.chain(counted, optax.scale(-1.0)), "data"), {"w": jnp.ones(8)}
+
+    def step(params):
+        return tx.update(params, tx.init(params), params)[0]
+
+    tx.init(params)
+    assert len(traces) == 1
+    jax.eval_shape(jax.shard_map(step, mesh=mesh(4), in_specs=P(), out_specs=P()), params)
+    assert len(traces) == 2  # for the step itself
+    tx.init({"w": jnp.ones((8, 8))})
+    assert len(traces) == 3
 
 
 def test_a_whole_state_in_the_step_is_refused():
