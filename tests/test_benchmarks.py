@@ -61,6 +61,19 @@ def test_a_wrong_argument_is_refused_in_words(command, capsys, name, given, said
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("loose")
+def test_remainders_save_two_bytes_and_mu_in_bf16_two_more(command, capsys):
+    """On one layer: parameters, gradients, state, arguments, in place, results, temporary, in all."""
+    assert command("memory.py")(["--quick", "--only", "bf16, remainders"]) == 0
+    rows = [line.split("|")[1:-1] for line in capsys.readouterr().out.splitlines() if line.startswith("| bf16")]
+    numbers = {name.strip(): [float(cell) for cell in cells] for name, _, *cells in rows}
+    assert numbers == {
+        "bf16, remainders": [2, 2, 10, 14, 12, 12, 0, 14],
+        "bf16, remainders, mu in bf16": [2, 2, 8, 12, 10, 10, 0, 12],
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("loose")
 @pytest.mark.parametrize("along", ["parameters", "arrays"])
 def test_the_growth_of_the_cost_is_printed_and_drawn(command, capsys, tmp_path, along):
     drawing = tmp_path / "growth.png"

@@ -47,6 +47,23 @@ def test_twenty_steps_match_the_float64_reference(knobs, rate):
     assert state.count == 20
 
 
+def test_twenty_steps_with_a_mask_match_the_float64_reference():
+    rng = np.random.default_rng(0)
+    want = {name: (rng.standard_normal(5), np.zeros(5), np.zeros(5)) for name in ("kernel", "bias")}
+    tx = bert_adam(0.01, weight_decay=0.3, mask={"kernel": True, "bias": False})
+    got = {name: jnp.asarray(param, jnp.float32) for name, (param, _, _) in want.items()}
+    state, update = tx.init(got), jax.jit(tx.update)
+    for _ in range(20):
+        grads = {name: rng.standard_normal(5) for name in want}
+        for name, decay in (("kernel", 0.3), ("bias", 0.0)):
+            param, *moments = want[name]
+            want[name] = reference_step(param, grads[name], *moments, lr=0.01, weight_decay=decay)
+        updates, state = update(jax.tree.map(lambda g: jnp.asarray(g, jnp.float32), grads), state, got)
+        got = apply(got, updates)
+    for name, (param, _, _) in want.items():
+        np.testing.assert_allclose(got[name], param, rtol=2e-6, atol=1e-7)
+
+
 def test_the_first_step_has_no_bias_correction():
     tx = bert_adam(1.0, eps=0.0, weight_decay=0.0)
     updates, _ = tx.update(jnp.array([7.0]), tx.init(jnp.array([0.0])))

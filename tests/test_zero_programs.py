@@ -51,6 +51,13 @@ def placed(mesh, tree, specs):
     )
 
 
+def quarters(state):
+    """How many of a state's largest arrays, masters among them, lie on a device by a quarter; all of them, or it fails."""
+    largest = [leaf for leaf in jax.tree.leaves(state) if leaf.size == LARGEST]
+    assert all(4 * math.prod(leaf.sharding.shard_shape(leaf.shape)) == LARGEST for leaf in largest)
+    return len(largest)
+
+
 @pytest.mark.slow
 def test_the_distributed_step_is_one_reduce_scatter_one_scalar_all_reduce_and_one_all_gather_in_half_precision(mesh):
     params = {name: jax.ShapeDtypeStruct(shape, jnp.float16) for name, shape in SHAPES.items()}
@@ -65,7 +72,9 @@ def test_the_distributed_step_is_one_reduce_scatter_one_scalar_all_reduce_and_on
 
     spread = jax.shard_map(step, mesh=mesh, in_specs=(P(), specs, P("data")), out_specs=(P(), specs))
     x = jax.ShapeDtypeStruct((32, 64), jnp.float16, sharding=NamedSharding(mesh, P("data")))
-    program = compiled(spread, placed(mesh, params, P()), placed(mesh, state, specs), x, donate=(0, 1))
+    state = placed(mesh, state, specs)
+    assert quarters(state) == 6, "masters and two moments of two arrays"
+    program = compiled(spread, placed(mesh, params, P()), state, x, donate=(0, 1))
     assert collectives(program) == [
         ("all-gather", {"f16"}, LARGEST),
         ("all-reduce", {"f32"}, 1),
@@ -83,9 +92,11 @@ def test_the_distributed_step_moves_as_many_bytes_as_its_arithmetic(mesh):
 
 
 @pytest.mark.slow
-def test_the_compiler_reduce_scatters_and_gathers_where_zero_shardings_place_the_state(mesh):
-    params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in SHAPES.items()}
-    tx = fp16.mixed_precision(optax.adamw(1e-3), max_norm=1.0)
+@pytest.mark.parametrize(("dtype", "gathered"), [(jnp.float32, "f32"), (jnp.float16, "f16")])
+def test_the_compiler_reduce_scatters_and_gathers_where_zero_shardings_place_the_state(mesh, dtype, gathered):
+    """Masters of fp16 parameters are part of the state; what is gathered are the fp16 parameters."""
+    params = {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in SHAPES.items()}
+    tx = fp16.mixed_precision(optax.adamw(1e-3), max_norm=1.0, half_params=dtype == jnp.float16)
     state = jax.eval_shape(tx.init, params)
     shardings, parts = fp16.zero_shardings(state, mesh, "data"), fp16.zero_shardings(params, mesh, "data")
     whole = jax.tree.map(lambda _: NamedSharding(mesh, P()), params)
@@ -97,9 +108,10 @@ def test_the_compiler_reduce_scatters_and_gathers_where_zero_shardings_place_the
         return jax.lax.with_sharding_constraint(params, whole), jax.lax.with_sharding_constraint(state, shardings)
 
     state = placed(mesh, state, jax.tree.map(lambda sharding: sharding.spec, shardings))
+    assert quarters(state) == (6 if dtype == jnp.float16 else 4), "two moments of two arrays, and their masters"
     x = jax.ShapeDtypeStruct((32, 64), jnp.float16, sharding=NamedSharding(mesh, P("data")))
     program = compiled(step, placed(mesh, params, P()), state, x, donate=(0, 1))
     gather, reduce, scatter = collectives(program)
-    assert gather == ("all-gather", {"f32"}, LARGEST)
+    assert gather == ("all-gather", {gathered}, LARGEST)
     assert reduce == ("all-reduce", {"f32"}, 1)
     assert (scatter[0], scatter[2]) == ("reduce-scatter", LARGEST)

@@ -78,10 +78,10 @@ def norm_in_shard_map(mesh: Mesh, shapes: Shapes) -> Program:
     return Program(mapped, (abstract(shapes, FULL, whole(mesh)),))
 
 
-def distributed_step(mesh: Mesh, shapes: Shapes) -> Program:
-    """Each device has gradients of its own, and a part of the optimizer's state."""
-    tx = fp16.distributed(steps.recipe(), "devices")
-    params = abstract(shapes, FULL, None)
+def distributed_step(mesh: Mesh, shapes: Shapes, recipe: Any = None, dtype: Any = FULL) -> Program:
+    """Each device has gradients of its own, in the dtype of the parameters, and a part of the optimizer's state."""
+    tx = fp16.distributed(recipe or steps.recipe(), "devices", transport=None if dtype == FULL else dtype)
+    params = abstract(shapes, dtype, None)
     specs = tx.state_specs(params, mesh)
 
     def placed(leaf: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
@@ -93,7 +93,7 @@ def distributed_step(mesh: Mesh, shapes: Shapes) -> Program:
     whole, split = PartitionSpec(), PartitionSpec("devices")
     mapped = jax.shard_map(step, mesh=mesh, in_specs=(whole, specs, split), out_specs=(whole, specs))
     state = jax.tree.map(placed, jax.eval_shape(tx.init, params), specs)
-    own = abstract([(mesh.size, *shape) for shape in shapes], FULL, NamedSharding(mesh, split))
+    own = abstract([(mesh.size, *shape) for shape in shapes], dtype, NamedSharding(mesh, split))
     return Program(mapped, (jax.tree.map(lambda leaf: placed(leaf, whole), params), state, own), donate=(0, 1))
 
 
