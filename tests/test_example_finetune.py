@@ -88,6 +88,7 @@ def test_the_comparison_shows_that_its_ways_end_alike(given, monkeypatch, capsys
     # fp16 parameters, fp32 masters and two moments: 14 bytes for each that is halved, where fp32 has 12.
     assert fp32.argument_bytes < masters.argument_bytes < 14.1 / 12 * fp32.argument_bytes
     assert [way.name in out for way in ways] == [True] * 3
+    assert "fp16 with fp32 masters, seed 1: " in out, "a line for every run as it ends"
     assert "noise of the seeds in fp32" in out
     assert "these speeds say nothing about GPUs" in out
 
