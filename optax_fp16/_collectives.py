@@ -1,6 +1,5 @@
 """What travels between the devices of the distributed optimizer, leaf by leaf."""
 
-import inspect
 from typing import Any
 
 import jax
@@ -12,7 +11,7 @@ from ._transport import arrived, to_travel
 from ._tree import widened
 
 # JAX 0.10 gathers into a value that the types know to be the same on every device; before, only a psum does.
-_GATHERS_INVARIANT = "to" in inspect.signature(jax.lax.all_gather).parameters
+_GATHERS_INVARIANT = jax.__version_info__ >= (0, 10)
 
 
 def scattered_mean(leaf: jax.Array, split: Split, names: tuple[Any, ...], dtype: Any) -> jax.Array:

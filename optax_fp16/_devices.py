@@ -215,11 +215,4 @@ def device_count(names: frozenset[Any]) -> int:
 def sum_over_devices(value: jax.Array, names: frozenset[Any]) -> jax.Array:
     """The sum over every axis; along one that the value doesn't vary over by its type there is a single device."""
     alike = tuple(name for name in sorted(names) if name not in varying_axes(value) and axes_are_typed(name))
-    return jax.lax.psum(_varying(value, alike) if alike else value, tuple(sorted(names)))
-
-
-def _varying(value: jax.Array, names: Names) -> jax.Array:
-    """The value as one that differs along the axes by its type."""
-    if hasattr(jax.lax, "pcast"):
-        return jax.lax.pcast(value, names, to="varying")
-    return jax.lax.pvary(value, names)  # before JAX 0.9  # pyright: ignore[reportAttributeAccessIssue]
+    return jax.lax.psum(jax.lax.pcast(value, alike, to="varying") if alike else value, tuple(sorted(names)))

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.meshes import compiles_for_gpus
+
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
 
@@ -19,6 +21,7 @@ def command(monkeypatch):
     return lambda name: runpy.run_path(str(BENCHMARKS / name))["main"]
 
 
+@compiles_for_gpus
 @pytest.mark.slow
 @pytest.mark.usefixtures("loose")
 def test_what_a_gpu_would_run_stays_within_its_limits(command, capsys):

@@ -15,6 +15,7 @@ from benchmarks.bench.compiled import compiled, gpu_mesh
 from benchmarks.bench.hlo import entry_operations
 from optax_fp16._guard import take_step, zeros_like
 from optax_fp16._scalars import read_at_once
+from tests.meshes import compiles_for_gpus
 
 
 def guarded(flag, x):
@@ -98,6 +99,7 @@ def test_the_recipe_lets_derivatives_by_its_scalars_through():
     assert jax.jit(jax.grad(after))(jnp.float32(0.5)) == -3.0
 
 
+@compiles_for_gpus
 @pytest.mark.slow
 def test_a_gpu_selects_instead_of_branching_and_updates_like_leaves_together():
     sharding = NamedSharding(gpu_mesh("h100", 1), P())
