@@ -17,6 +17,8 @@ BASE_199 = bert_shapes(BASE)
 EVEN_199 = [(30528, BASE.hidden), *BASE_199[1:]]  # a vocabulary that 4 and 8 devices divide
 BASE_23 = bert_shapes(BASE, scanned=True)
 LAYER_16 = layer_shapes(BASE)
+DENSE_24 = [(768, 3072), (3072,), (3072, 768), (768,)] * 6
+WORDS = 1024  # of a batch
 LARGE_391 = bert_shapes(LARGE)
 HALF = jnp.float16
 FULL = jnp.float32
@@ -110,6 +112,27 @@ def norm_of_shards(norm: Callable[[Any], Any]) -> Callable[[Mesh, Shapes], Progr
     return build
 
 
+def training(made: Callable[[], steps.Step]) -> Callable[[Mesh, Shapes], Program]:
+    """A whole step of dense layers that compute in fp16: does XLA fuse the norm into what makes the gradients?"""
+
+    def loss(params: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+        leaves = list(params.values())
+        for weight, bias in zip(leaves[::2], leaves[1::2], strict=True):
+            x = jax.nn.gelu(x @ weight.astype(HALF) + bias.astype(HALF))
+        return steps.SCALE * jnp.mean(jnp.square(x.astype(FULL)))
+
+    def build(mesh: Mesh, shapes: Shapes) -> Program:
+        function, (params, state, _), donate = step_of(made)(mesh, shapes)
+
+        def step(params: Any, state: Any, x: jax.Array) -> tuple[Any, Any]:
+            return function(params, state, jax.grad(loss)(params, x))
+
+        x = jax.ShapeDtypeStruct((WORDS, shapes[0][0]), HALF, sharding=whole(mesh))
+        return Program(step, (params, state, x), donate)
+
+    return build
+
+
 def _ours(tx: Callable[[], Any], apply: bool = True) -> Callable[[], steps.Step]:
     return lambda: steps.guarded(tx()) if apply else steps.applied(tx())
 
@@ -137,6 +160,9 @@ CASES = [
     Case("step: nested, scanned", BASE_23, step_of(_ours(steps.nested, False)), Limits(30, 32.1, MB)),
     Case("step: adamw alone, scanned", BASE_23, step_of(steps.bare)),
     Case("step: DynamicScale, scanned", BASE_23, step_of(steps.dynamic_scale)),
+    Case("training, 12 dense layers: adamw alone", DENSE_24, training(steps.bare)),
+    Case("training, 12 dense layers: recipe", DENSE_24, training(_ours(steps.recipe)), Limits(96, 71.6, 208 * MB)),
+    Case("training, 12 dense layers: apply_if_finite", DENSE_24, training(steps.apply_if_finite)),
     Case("norm in shard_map", BASE_199, norm_in_shard_map, Limits(20, 4.04, TENTH_MB), devices=4),
     Case(
         "norm, sharded jit, one layer",
