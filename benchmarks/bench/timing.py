@@ -49,10 +49,10 @@ def traced(step: Step, shapes: Shapes, grads: Any = jnp.float32) -> tuple[Any, f
 
 def compiled(step: Step, shapes: Shapes, grads: Any = jnp.float32) -> Compiled:
     """The step compiled, and how long each stage took."""
-    lowered, *seconds = traced(step, shapes, grads)
+    lowered, tracing, lowering = traced(step, shapes, grads)
     start = time.perf_counter()
     program = lowered.compile()
-    return Compiled(program, *seconds, time.perf_counter() - start)
+    return Compiled(program, tracing, lowering, time.perf_counter() - start)
 
 
 def interleaved(runs: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
