@@ -1,6 +1,7 @@
 """Several processes as one run, for real: on this machine, over the loopback."""
 
 import json
+import re
 import shlex
 import signal
 import socket
@@ -13,6 +14,7 @@ import optax
 import pytest
 
 import optax_fp16 as fp16
+import parallel_bert
 from parallel.checkpoints import Checkpoints
 from parallel.layout import Layout
 from parallel.processes import launch
@@ -95,3 +97,15 @@ def test_a_process_that_loses_the_others_ends_with_a_line_under_a_launcher_of_on
     message = (folder / "errors").read_text()
     assert "error: process 0 lost the others (" in message
     assert "start again with --resume" in message
+
+
+@pytest.mark.slow
+def test_the_example_trains_bert_in_two_processes(folder, monkeypatch, capfd):
+    # What the machine code is worth is for others to measure; this is half of the time.
+    monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true")
+    small = "--length 8 --batch-size 4 --micro-batches 1 --vocab-size 300 --steps 2 --poison 2"
+    assert parallel_bert.main([*f"--processes 2 --dp 2 --zero {small} --run-dir".split(), str(folder)]) == 0
+    printed = capfd.readouterr().out
+    assert re.search(r"step 1/2  loss \d+\.\d+  scale 2\^15  \|g\| \d", printed)
+    assert re.search(r"step 2/2  loss inf  scale 2\^14  \|g\| inf  skipped", printed)
+    assert re.search(r"parameters (\d+) \(by arithmetic \1\)", printed)
