@@ -96,7 +96,7 @@ def test_rows_make_a_dataframe_and_the_table_has_a_line_for_each_leaf():
 
 
 def test_gradients_spread_over_devices_are_counted_whole():
-    mesh = jax.make_mesh((8,), ("data",))
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
     spread = jax.device_put(
         jnp.arange(16.0).at[3].set(jnp.nan), jax.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
     )
