@@ -167,15 +167,9 @@ def test_pmeaned_gradients_need_no_axis_name():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "make", "count"),
-    [
-        (AxisType.Auto, links, 4),
-        (AxisType.Auto, recipe, 8),
-        (AxisType.Explicit, links, 8),
-        (AxisType.Explicit, recipe, 4),
-    ],
-)
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("make", [links, recipe])
 def test_sharded_jit_is_right_with_nothing_said_and_gathers_no_gradients(kind, make, count):
     where = NamedSharding(mesh(count, kind=kind), P("data"))
     whole = NamedSharding(where.mesh, P())
@@ -252,7 +246,7 @@ def trees_with_specs(draw):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("grid", [(2, 2), (2, 4)])
-@hypothesis.settings(max_examples=8)
+@hypothesis.settings(max_examples=12)
 @hypothesis.given(trees_with_specs(), st.booleans())
 def test_the_norm_of_any_tree_under_any_specs_is_that_of_the_whole_arrays(grid, tree_and_specs, check_vma):
     tree, specs = tree_and_specs
