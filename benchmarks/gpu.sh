@@ -42,4 +42,4 @@ measure norm 30 benchmarks/optimizer_step.py --norm $step
 measure step-fp32 80 benchmarks/optimizer_step.py $step
 measure step-fp16 80 benchmarks/optimizer_step.py $step --grads float16
 measure parameters 60 benchmarks/optimizer_step.py --growth parameters $growth --png "$out/parameters.png"
-measure arrays 80 benchmarks/optimizer_step.py --growth arrays $growth --png "$out/arrays.png"
+measure arrays 80 benchmarks/optimizer_step.py --growth arrays --counts 10 100 1000 $growth --png "$out/arrays.png"

@@ -94,7 +94,7 @@ def compare(steps: int, learning_rate: float, names: Sequence[str] | None = None
     fp32 = trainer(FP32, shape)
     params, _ = fp32(params, stacked(range(PRETRAINING_STEPS)), PRETRAINING_RATE)
     data, losses = stacked([PRETRAINING_STEPS + step % PASS for step in range(steps)]), {}
-    for way in (way for way in WAYS if way.name in (names or way.name)):
+    for way in (way for way in WAYS if names is None or way.name in names):
         train = fp32 if way is FP32 else trainer(way, shape)
         losses[way.name] = np.asarray(train(params, data, learning_rate)[1], np.float64)
     return losses

@@ -29,7 +29,7 @@ STEPS = {
 }
 SIZES = [1_000_000, 10_000_000, 110_000_000, 340_000_000]  # in LEAVES arrays
 LEAVES = 200
-COUNTS = [10, 100, 1000]  # arrays, of SIZE parameters in all
+COUNTS = [10, 100, 1000, 5000]  # arrays, of SIZE parameters in all
 SIZE = 10_000_000
 HEADER = ("M parameters", "arrays", "step", "ms", "× adamw", "trace s", "lower s", "compile s", "in all × adamw")
 
