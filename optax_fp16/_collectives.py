@@ -17,9 +17,8 @@ _GATHERS_INVARIANT = jax.__version_info__ >= (0, 10)
 def scattered_mean(leaf: jax.Array, split: Split, names: tuple[Any, ...], dtype: Any) -> jax.Array:
     """f32: this device's part of the mean over devices of a gradient, which travels in `dtype` (None: fp32)."""
     if not varying_axes(leaf) & set(names) and axes_are_typed(names[0]):
-        return own_part(
-            widened(leaf), split, names
-        )  # its type says that it is the same everywhere, so it is its own mean
+        # Its type says that it is the same everywhere, so it is its own mean.
+        return own_part(widened(leaf), split, names)
     count = jax.lax.axis_size(names)
     # fp32 is divided after it has travelled, in the update's own pass: before, a GPU would write every gradient once more. A sum
     # of fp32 gradients overflows only where their squares have long before.

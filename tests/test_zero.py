@@ -352,6 +352,20 @@ def test_a_wrong_optimizer_is_refused_in_the_step_too():
         jax.eval_shape(spread, params)
 
 
+def test_gradients_that_their_types_say_are_the_same_everywhere_are_not_sent():
+    tx, params = fp16.distributed(optax.sgd(1.0), "data"), {"w": jnp.arange(8.0)}
+
+    def step(params, own):
+        grads = {"w": own if own.shape == (8,) else own[0]}
+        return tx.update(grads, tx.init(params), params)[0]
+
+    def program(own, spec):
+        return jax.make_jaxpr(jax.shard_map(step, mesh=mesh(4), in_specs=(P(), spec), out_specs=P()))(params, own)
+
+    assert "reduce_scatter" not in str(program(jnp.ones(8), P()))
+    assert "reduce_scatter" in str(program(jnp.ones((4, 8)), P("data")))
+
+
 def test_the_inner_optimizer_is_looked_at_once_for_the_same_kind_of_parameters():
     traces = []
     counted = optax.stateless(lambda updates, params: (traces.append(None), updates)[1])
