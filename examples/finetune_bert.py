@@ -137,7 +137,7 @@ def report(args: argparse.Namespace, folder: Path, task: Classification, outcome
     table = Table("what", "value", title=f"{args.precision}, {args.steps} steps")
     table.add_row("training loss, mean of the last 50 steps", f"{plot.smoothed(metrics['loss'], 50)[-1]:.3f}")
     table.add_row("validation loss", f"{found.loss:.3f}")
-    table.add_row("steps per second", f"{outcome.steps_per_second:.2f}")
+    table.add_row("steps per second", outcome.speed)
     table.add_row("steps skipped", f"{len(plot.skipped_steps(metrics))}")
     table.add_row("loss scale at the end", scale_words(float(fp16.loss_scale_of(outcome.state.opt_state))))
     Console().print(table)

@@ -138,7 +138,7 @@ def report(
     table.add_row("unigram entropy of the text", f"{entropy:.3f}")
     table.add_row("validation: masked words guessed", f"{validation['masked_accuracy']:.1%}")
     table.add_row("validation: next sentences guessed", f"{validation['next_sentence_accuracy']:.1%}")
-    table.add_row("steps per second", f"{outcome.steps_per_second:.2f}")
+    table.add_row("steps per second", outcome.speed)
     table.add_row("steps skipped", f"{len(skipped)}")
     table.add_row("loss scale at the end", scale_words(float(fp16.loss_scale_of(outcome.state.opt_state))))
     table.add_row("loss scale grew / backed off", f"{np.sum(change > 0)} / {np.sum(change < 0)} times")

@@ -15,6 +15,7 @@ from training import arguments
 from training.interrupts import stop_requested
 from training.loop import State, train
 from training.optimizer import decayed, optimizer, warmup_then_linear
+from training.session import Outcome
 from training.step import AXIS, on_every_device, split, sums_of, train_step
 
 # Schedule and decay
@@ -173,3 +174,8 @@ def test_the_first_ctrl_c_asks_and_the_second_interrupts():
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.parametrize(("steps_per_second", "words"), [(0.0, "no step timed"), (5.746, "5.75")])
+def test_a_run_that_had_ended_already_shows_no_speed(steps_per_second, words):
+    assert Outcome(None, steps_per_second, interrupted=False).speed == words

@@ -38,6 +38,11 @@ class Outcome(NamedTuple):
     steps_per_second: float
     interrupted: bool
 
+    @property
+    def speed(self) -> str:
+        """For the table at the end: a run that had ended already has no step to time."""
+        return f"{self.steps_per_second:.2f}" if self.steps_per_second else "no step timed"
+
 
 def prepare(args: argparse.Namespace, folder: Path) -> Checkpoints:
     """Make the folders of the run, or say why they won't do."""
