@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from ._devices import axes_are_typed, varying_axes
-from ._layout import Split, replaced
+from ._layout import Split, folded, replaced, unfolded
 from ._transport import arrived, to_travel
 from ._tree import widened
 
@@ -26,7 +26,7 @@ def scattered_mean(leaf: jax.Array, split: Split, names: tuple[Any, ...], dtype:
     if split.dim is None:
         total = jax.lax.psum(travelling, names)
     else:
-        padded = _padded(travelling, split, count)
+        padded = _divisible(travelling, split, count)
         total = jax.lax.psum_scatter(padded, names, scatter_dimension=split.dim, tiled=True)
     return total / count if dtype is None else arrived(total)
 
@@ -35,7 +35,7 @@ def own_part(leaf: jax.Array, split: Split, names: tuple[Any, ...]) -> jax.Array
     """This device's part of an array that every device has."""
     if split.dim is None:
         return leaf
-    padded = _padded(leaf, split, jax.lax.axis_size(names))
+    padded = _divisible(leaf, split, jax.lax.axis_size(names))
     start = jnp.asarray(jax.lax.axis_index(names), jnp.int32) * split.part
     return jax.lax.dynamic_slice_in_dim(padded, start, split.part, axis=split.dim)
 
@@ -50,7 +50,8 @@ def gathered(part: jax.Array, split: Split, names: tuple[Any, ...]) -> jax.Array
         whole = jax.lax.all_gather(part, names, axis=split.dim, tiled=True, to="invarying")
     else:
         whole = _gathered_by_sum(part, split, names)
-    return jax.lax.slice_in_dim(whole, 0, split.length, axis=split.dim)
+    whole = jax.lax.slice_in_dim(whole, 0, split.length, axis=split.dim)
+    return whole.reshape(unfolded(whole.shape, split))
 
 
 def _gathered_by_sum(part: jax.Array, split: Split, names: tuple[Any, ...]) -> jax.Array:
@@ -60,7 +61,9 @@ def _gathered_by_sum(part: jax.Array, split: Split, names: tuple[Any, ...]) -> j
     return jax.lax.psum(jax.lax.dynamic_update_slice_in_dim(zeros, part, start, axis=dim), names)
 
 
-def _padded(leaf: jax.Array, split: Split, count: int) -> jax.Array:
+def _divisible(leaf: jax.Array, split: Split, count: int) -> jax.Array:
+    """The array with its rows cut, or padded, so that the devices divide the dimension along which it is split."""
+    leaf = leaf.reshape(folded(leaf.shape, split))
     missing = split.part * count - split.length
     if not missing:
         return leaf

@@ -1,5 +1,6 @@
 """Which dimension of an array is split over the devices, as data that knows nothing of optimizers."""
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -15,31 +16,64 @@ class Split(NamedTuple):
     dim: int | None  # None: every device has the whole array
     length: int = 0  # entries along the dimension
     part: int = 0  # of them on each device, the last ones padding where N doesn't divide the length
+    fold: int = 1  # into how many rows each of the array's was cut first; `length` counts them
 
 
 WHOLE = Split(None)
 
 
-def split_of(shape: Sequence[int], count: int, *, even: bool = False) -> Split:
+def split_of(shape: Sequence[int], count: int, *, in_place: bool = False) -> Split:
     """The split that leaves least on each device; of equals, the one along the first dimension.
 
-    Where no dimension divides, padding one costs `ceil(length / N)` rows on each device and leaving the array whole costs all
-    of them, so only arrays of one entry stay whole.
+    Where N doesn't divide the first dimension but does divide its entries in runs, each row is cut into `fold` rows first: every
+    device then has one stretch of the memory, and nothing is transposed to send it. Where no dimension divides, padding one
+    costs `ceil(length / N)` rows on each device and leaving the array whole costs all of them, so only arrays of one entry stay
+    whole.
 
     Args:
       shape: of the array.
       count: N.
-      even: no padding: whole instead.
+      in_place: as a sharding splits: no cutting of rows and no padding.
     """
+    if not in_place and (fold := _fold(shape, count)):
+        length = shape[0] * fold
+        return Split(0, length, length // count, fold)
     best, least = WHOLE, _size(shape)
     for dim, length in enumerate(shape):
-        if not length or (even and length % count):
+        if not length or (in_place and length % count):
             continue
         part = -(-length // count)
         entries = _size(shape) // length * part
         if entries < least:
             best, least = Split(dim, length, part), entries
     return best
+
+
+def _fold(shape: Sequence[int], count: int) -> int:
+    """Into how many rows to cut each row, so that N divides their number; 0 where that isn't needed or can't be."""
+    if len(shape) < 2 or not _size(shape) or not shape[0] % count:
+        return 0
+    fold = count // math.gcd(shape[0], count)
+    # With N rows of each, a part would be as long as the array, and couldn't be told from one split along the other dimension.
+    fold = 2 * fold if fold == count else fold
+    return 0 if shape[1] % fold else fold
+
+
+def folded(shape: Sequence[int], split: Split) -> tuple[int, ...]:
+    """The array's shape after its rows were cut, which changes nothing in memory."""
+    return _cut(shape, split.dim or 0, split.fold) if split.fold > 1 else tuple(shape)
+
+
+def unfolded(shape: Sequence[int], split: Split) -> tuple[int, ...]:
+    """The inverse of `folded`."""
+    if split.fold == 1:
+        return tuple(shape)
+    dim = split.dim or 0
+    return replaced(replaced(shape, dim, shape[dim] // split.fold), dim + 1, shape[dim + 1] * split.fold)
+
+
+def _cut(shape: Sequence[int], dim: int, fold: int) -> tuple[int, ...]:
+    return replaced(replaced(shape, dim, shape[dim] * fold), dim + 1, shape[dim + 1] // fold)
 
 
 def splits_of(tree: Any, count: int) -> list[Split]:
@@ -57,7 +91,7 @@ def parts_of(tree: Any, count: int) -> Any:
 def _part(leaf: Any, split: Split) -> Any:
     if split.dim is None:
         return leaf
-    return jax.ShapeDtypeStruct(replaced(leaf.shape, split.dim, split.part), leaf.dtype)
+    return jax.ShapeDtypeStruct(replaced(folded(leaf.shape, split), split.dim, split.part), leaf.dtype)
 
 
 def replaced(shape: Sequence[int], dim: int, length: int) -> tuple[int, ...]:

@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ._layout import names_at, parts_of, replaced, spec_from
+from ._layout import WHOLE, Split, names_at, parts_of, replaced, spec_from
 from ._messages import integer, shown
+from ._state_parts import Place, divisible, restored, stacked, unstacked
 
 Devices = Mesh | int
 
@@ -21,17 +22,6 @@ class StateBytes(NamedTuple):
     per_device: int  # of a device's part
     padding: int  # in the parts of all devices together, where a dimension doesn't divide
     replicated: int  # in `per_device`, of arrays of one entry, which every device has
-
-
-class _Place(NamedTuple):
-    """One array of the state."""
-
-    whole: jax.ShapeDtypeStruct
-    spec: PartitionSpec
-    dim: int | None  # along which the data-parallel devices split it
-    length: int  # of that dimension, in each of `blocks` blocks that other axes split it into
-    part: int  # of it on each device
-    blocks: int
 
 
 class StateLayout:
@@ -47,18 +37,18 @@ class StateLayout:
     def split(self, whole: Any, params: Any, devices: Devices) -> Any:
         structure, places, count = self._places(params, devices)
         leaves = _fitting(structure, whole, places)
-        padded = [_padded(leaf, place, count) for leaf, place in zip(leaves, places, strict=True)]
+        padded = [divisible(leaf, place, count) for leaf, place in zip(leaves, places, strict=True)]
         if isinstance(devices, Mesh):
             placed = [NamedSharding(devices, place.spec) for place in places]
             return structure.unflatten(jax.device_put(padded, placed))
-        return structure.unflatten([_stacked(leaf, place, count) for leaf, place in zip(padded, places, strict=True)])
+        return structure.unflatten([stacked(leaf, place, count) for leaf, place in zip(padded, places, strict=True)])
 
     def whole(self, state: Any, params: Any, devices: Devices) -> Any:
         structure, places, count = self._places(params, devices)
         leaves = structure.flatten_up_to(state)
         if not isinstance(devices, Mesh):
-            leaves = [_unstacked(leaf, place) for leaf, place in zip(leaves, places, strict=True)]
-        return structure.unflatten([_unpadded(leaf, place, count) for leaf, place in zip(leaves, places, strict=True)])
+            leaves = [unstacked(leaf, place) for leaf, place in zip(leaves, places, strict=True)]
+        return structure.unflatten([restored(leaf, place, count) for leaf, place in zip(leaves, places, strict=True)])
 
     def bytes(self, params: Any, devices: Devices) -> StateBytes:
         _, places, count = self._places(params, devices)
@@ -66,19 +56,20 @@ class StateLayout:
         per_device = padding = replicated = 0
         for place in places:
             local = _bytes(place.whole.shape, place.whole.dtype) // self._other_devices(place.spec, devices)
-            if place.dim is None:
+            if place.split.dim is None:
                 replicated += local
                 per_device += local
             else:
-                per_device += local // place.length * place.part
-                padding += local // place.length * (place.part * count - place.length)
+                row = local // place.split.length
+                per_device += row * place.split.part
+                padding += row * place.padding(count)
         return StateBytes(whole, per_device, padding, replicated)
 
     def _other_devices(self, spec: PartitionSpec, devices: Devices) -> int:
         names = [name for dim in range(len(spec)) for name in names_at(spec, dim) if name not in self.names]
         return math.prod(devices.shape[name] for name in names) if isinstance(devices, Mesh) else 1
 
-    def _places(self, params: Any, devices: Devices) -> tuple[Any, list[_Place], int]:
+    def _places(self, params: Any, devices: Devices) -> tuple[Any, list[Place], int]:
         """(structure of the state, place of each array, over how many devices it is split)."""
         sizes, count = self._sizes(devices)
         params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf)), params)
@@ -90,29 +81,29 @@ class StateLayout:
             jax.tree.leaves(jax.eval_shape(self.init, parts_of(local, count))),
             strict=True,
         )
-        split = [_differing(*pair) for pair in pairs]
+        splits = [_split_between(*pair) for pair in pairs]
         others = list(dict.fromkeys(name for spec in specs for dim in range(len(spec)) for name in names_at(spec, dim)))
         grown = [self._grown(params, specs, name, whole) for name in others]
         places = []
-        for leaf, difference, dims in zip(
-            whole, split, zip(*grown, strict=True) if grown else [()] * len(whole), strict=True
+        for leaf, split, dims in zip(
+            whole, splits, zip(*grown, strict=True) if grown else [()] * len(whole), strict=True
         ):
-            places.append(self._place(leaf, difference, dict(zip(others, dims, strict=True)), sizes))
+            places.append(self._place(leaf, split, dict(zip(others, dims, strict=True)), sizes))
         return structure, places, count
 
-    def _place(self, leaf: Any, difference: Any, other_dims: dict[str, int | None], sizes: dict[str, int]) -> _Place:
-        dim, length, part = difference
+    def _place(self, leaf: Any, split: Split, other_dims: dict[str, int | None], sizes: dict[str, int]) -> Place:
         names = [[name for name, own in other_dims.items() if own == each] for each in range(leaf.ndim)]
-        blocks = math.prod(sizes[name] for name in names[dim]) if dim is not None else 1
-        if dim is not None:
-            names[dim] += self.names
-        return _Place(leaf, spec_from(names), dim, length, part, blocks)
+        blocks = [math.prod(sizes[name] for name in each) for each in names] + [1]
+        if split.dim is None:
+            return Place(leaf, spec_from(names), split, (1, 1))
+        names[split.dim] += self.names
+        return Place(leaf, spec_from(names), split, (blocks[split.dim], blocks[split.dim + 1]))
 
     def _grown(self, params: Any, specs: list[PartitionSpec], axis: str, whole: list[Any]) -> list[int | None]:
         """Along which dimension each array of the state follows what an axis splits: the one that grows with it."""
         grown = _resized(params, specs, lambda name, length, path: 2 * length if name == axis else length)
         return [
-            _differing(other, leaf)[0]
+            next(iter(_differing(other, leaf)), None)
             for leaf, other in zip(whole, jax.tree.leaves(jax.eval_shape(self.init, grown)), strict=True)
         ]
 
@@ -167,19 +158,27 @@ def _divided(length: int, sizes: dict[str, int], name: str, path: str) -> int:
     return length // sizes[name]
 
 
-def _differing(one: Any, other: Any) -> tuple[int | None, int, int]:
-    """(dimension, length in one, length in the other) where two shapes differ."""
-    for dim, lengths in enumerate(zip(one.shape, other.shape, strict=True)):
-        if lengths[0] != lengths[1]:
-            return dim, *lengths
-    return None, 0, 0
+def _split_between(local: Any, part: Any) -> Split:
+    """How an array of the state is split, from its shapes without and with it."""
+    dims = _differing(local, part)
+    if not dims:
+        return WHOLE
+    dim, fold = dims[0], 1
+    if len(dims) == 2:  # rows were cut, and the next dimension is as much shorter
+        fold = local.shape[dims[1]] // part.shape[dims[1]]
+    return Split(dim, local.shape[dim] * fold, part.shape[dim], fold)
+
+
+def _differing(one: Any, other: Any) -> list[int]:
+    """The dimensions along which two shapes differ."""
+    return [dim for dim, pair in enumerate(zip(one.shape, other.shape, strict=True)) if pair[0] != pair[1]]
 
 
 def _bytes(shape: tuple[int, ...], dtype: Any) -> int:
     return math.prod(shape) * dtype.itemsize
 
 
-def _fitting(structure: Any, whole: Any, places: list[_Place]) -> list[Any]:
+def _fitting(structure: Any, whole: Any, places: list[Place]) -> list[Any]:
     """The leaves of a whole state, after a look at their shapes."""
     leaves = structure.flatten_up_to(whole)
     for place, (path, leaf) in zip(places, jax.tree_util.tree_leaves_with_path(whole), strict=True):
@@ -189,36 +188,3 @@ def _fitting(structure: Any, whole: Any, places: list[_Place]) -> list[Any]:
                 f"{place.whole.shape}. Divide what init gives outside of the step, or what whole_state gave."
             )
     return leaves
-
-
-def _padded(leaf: Any, place: _Place, count: int) -> Any:
-    if place.dim is None or place.part * count == place.length:
-        return leaf
-    blocks = _blocked(leaf, place.dim, place.blocks)
-    missing = place.part * count - place.length
-    wide = jnp.pad(blocks, [(0, missing if dim == place.dim + 1 else 0) for dim in range(blocks.ndim)])
-    return wide.reshape(replaced(leaf.shape, place.dim, place.blocks * place.part * count))
-
-
-def _unpadded(leaf: Any, place: _Place, count: int) -> Any:
-    if place.dim is None or place.part * count == place.length:
-        return leaf
-    blocks = _blocked(leaf, place.dim, place.blocks)
-    return jax.lax.slice_in_dim(blocks, 0, place.length, axis=place.dim + 1).reshape(place.whole.shape)
-
-
-def _blocked(leaf: Any, dim: int, blocks: int) -> Any:
-    return jnp.reshape(leaf, (*leaf.shape[:dim], blocks, leaf.shape[dim] // blocks, *leaf.shape[dim + 1 :]))
-
-
-def _stacked(leaf: Any, place: _Place, count: int) -> Any:
-    """As `pmap` holds it: the devices along a new first axis."""
-    if place.dim is None:
-        return jnp.stack([leaf] * count)
-    return jnp.moveaxis(_blocked(leaf, place.dim, count), place.dim, 0)
-
-
-def _unstacked(leaf: Any, place: _Place) -> Any:
-    if place.dim is None:
-        return leaf[0]
-    return jnp.moveaxis(leaf, 0, place.dim).reshape(replaced(leaf.shape[1:], place.dim, leaf.shape[0] * place.part))

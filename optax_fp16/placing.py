@@ -15,8 +15,8 @@ from ._tree import is_gradient
 def zero_shardings(tree: Any, mesh: Mesh, axis: Any) -> Any:
     """The sharding of every leaf with one of its dimensions split over the data-parallel devices besides what it has already.
 
-    The dimension is the one that `distributed` takes: the first whose length, on each device so far, the devices divide. A leaf
-    without such a dimension keeps what it has. Place the state so, and the gradients too, and the compiler reduce-scatters
+    The dimension is the first whose length, on each device so far, the devices divide. A leaf without such a dimension keeps
+    what it has. Place the state so, and the gradients too, and the compiler reduce-scatters
     gradients and gathers parameters::
 
         shardings = zero_shardings(jax.eval_shape(tx.init, params), mesh, "data")
@@ -76,7 +76,7 @@ def zero_shardings(tree: Any, mesh: Mesh, axis: Any) -> Any:
             length // math.prod(mesh.shape[name] for name in each)
             for length, each in zip(leaf.shape, held, strict=True)
         ]
-        split = split_of(local, math.prod(mesh.shape[name] for name in names), even=True)
+        split = split_of(local, math.prod(mesh.shape[name] for name in names), in_place=True)
         if split.dim is not None:
             held[split.dim] += names
         return NamedSharding(mesh, spec_from(held))

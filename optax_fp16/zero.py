@@ -43,7 +43,7 @@ class DistributedTransformation(ApplyTransformation):
     def whole_state(self, state: Any, params: Any, devices: jax.sharding.Mesh | int) -> Any:
         """The inverse of `split_state`: the same whatever the number of devices, and so what to write in a checkpoint.
 
-        Under `shard_map` the arrays stay where they are; only those that needed padding are computed anew, without it.
+        Under `shard_map` the arrays stay where they are; only those that had to be cut or padded are computed anew.
         """
         return self.layout.whole(state, params, devices)
 
@@ -71,9 +71,10 @@ def distributed(
         p, s   = inner(g, s, this device's part of the parameters)                    (norms inside: one scalar all-reduce)
         params = every device's p                                                     (all-gather, in the parameters' dtype)
 
-    Every array is split along one of its own dimensions, so that it keeps its rank and its place in the tree, and weight-decay
-    masks go on working. It goes outermost, so that a loss scale, the clip and the skip inside of it see the mean gradients, and
-    take their norm over all devices whatever axis they name themselves::
+    Every array is split in parts that keep its rank and its place in the tree, so that weight-decay masks go on working: along
+    its first dimension if the devices divide it or pieces of its rows, else along another. It goes outermost, so that a loss
+    scale, the clip and the skip inside of it see the mean gradients, and take their norm over all devices whatever axis they
+    name themselves::
 
         tx = distributed(mixed_precision(optax.adamw(1e-4), max_norm=1.0, half_params=True), "data", transport=jnp.float16)
 

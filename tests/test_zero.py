@@ -14,8 +14,8 @@ from bert import SIZES, BertConfig, BertForPreTraining
 from optax_fp16._layout import split_of
 from tests.meshes import WAYS, mesh
 
-# On four devices: along the first dimension, padded along the second, padded, whole.
-SHAPES = {"even": (8, 3), "odd": (5, 3), "bias": (3,), "scalar": ()}
+# On four devices: along the first dimension, after each row was cut in two, padded along the second, padded, whole.
+SHAPES = {"even": (8, 3), "cut": (6, 4), "odd": (5, 3), "bias": (3,), "scalar": ()}
 
 
 def parameters(dtype=np.float32, shapes=SHAPES):
@@ -71,24 +71,28 @@ def alone(tx, params, devices, steps, grads_at):
 @pytest.mark.parametrize(
     ("shape", "count", "split"),
     [
-        ((8, 3), 4, (0, 8, 2)),
-        ((30522, 768), 4, (1, 768, 192)),  # BERT's words don't divide
-        ((5, 3), 4, (1, 3, 1)),  # 5 entries a device; padding the first dimension would make it 6
-        ((3,), 4, (0, 3, 1)),
-        ((2, 3), 8, (1, 3, 1)),
-        ((), 4, (None, 0, 0)),
-        ((1, 1), 4, (None, 0, 0)),
-        ((0, 4), 4, (None, 0, 0)),
-        ((8, 3), 1, (None, 0, 0)),
+        ((8, 3), 4, (0, 8, 2, 1)),
+        ((30522, 768), 4, (0, 61044, 15261, 2)),  # BERT's words don't divide; in halves they do
+        ((6, 5, 8), 4, (2, 8, 2, 1)),
+        ((5, 16, 2), 4, (0, 40, 10, 8)),  # cut in 4, 20 rows would give each device 5, as many as there were
+        ((5, 12), 4, (1, 12, 3, 1)),
+        ((5, 3), 4, (1, 3, 1, 1)),  # 5 entries a device; padding the first dimension would make it 6
+        ((3,), 4, (0, 3, 1, 1)),
+        ((2, 3), 8, (1, 3, 1, 1)),
+        ((), 4, (None, 0, 0, 1)),
+        ((1, 1), 4, (None, 0, 0, 1)),
+        ((0, 4), 4, (None, 0, 0, 1)),
+        ((2, 0), 4, (None, 0, 0, 1)),
+        ((8, 3), 1, (None, 0, 0, 1)),
     ],
 )
 def test_an_array_is_split_where_least_is_left_on_a_device(shape, count, split):
     assert split_of(shape, count) == split
 
 
-def test_an_even_split_leaves_whole_what_does_not_divide():
-    assert split_of((5, 3), 4, even=True) == (None, 0, 0)
-    assert split_of((5, 8), 4, even=True) == (1, 8, 2)
+def test_a_split_in_place_leaves_whole_what_does_not_divide():
+    assert split_of((5, 3), 4, in_place=True) == (None, 0, 0, 1)
+    assert split_of((6, 8), 4, in_place=True) == (1, 8, 2, 1)
 
 
 @pytest.mark.slow
@@ -210,8 +214,15 @@ def test_decay_masks_by_path_and_by_rank_go_on_working():
         np.testing.assert_allclose(new[name], param - 0.1 * (mean(grads)[name] + decay * param), rtol=1e-6, atol=1e-7)
 
 
-TP_SHAPES = {"columns": (4, 8), "rows": (8, 3), "uneven": (6,), "norm": (4,)}
-TP_SPECS = {"columns": P(None, "model"), "rows": P("model"), "uneven": P("model"), "norm": P()}
+TP_SHAPES = {"columns": (4, 8), "cut": (3, 8), "rows": (8, 3), "cut rows": (6, 8), "uneven": (6,), "norm": (4,)}
+TP_SPECS = {
+    "columns": P(None, "model"),
+    "cut": P(None, "model"),
+    "rows": P("model"),
+    "cut rows": P("model"),
+    "uneven": P("model"),
+    "norm": P(),
+}
 
 
 @pytest.mark.slow
@@ -226,7 +237,9 @@ def test_it_goes_on_top_of_tensor_parallelism(check_vma):
     moments = optax.tree.get(state, "mu")
     assert {name: leaf.sharding.spec for name, leaf in moments.items()} == {
         "columns": P("data", "model"),
+        "cut": P("data", "model"),
         "rows": P(("model", "data")),
+        "cut rows": P(("model", "data")),
         "uneven": P(("model", "data")),
         "norm": P("data"),
     }
@@ -283,12 +296,26 @@ def test_the_state_of_bert_base_is_within_three_percent_of_its_share(devices):
     assert cost.per_device == tx.state_bytes(half, devices).per_device
 
 
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_the_state_comes_back_whole_from_a_mesh_of_either_kind(kind):
+    params, grid = parameters(shapes={**SHAPES, **TP_SHAPES}), mesh(2, 2, kind=kind)
+    tx = fp16.distributed(optax.adam(0.1), "data", param_specs={**dict.fromkeys(SHAPES, P()), **TP_SPECS})
+    whole = jax.tree.map(lambda leaf: leaf + 1, tx.init(params))
+    state = tx.split_state(whole, params, grid)
+    jax.tree.map(np.testing.assert_array_equal, tx.whole_state(state, params, grid), whole)
+    again = tx.split_state(tx.whole_state(state, params, grid), params, grid)
+    jax.tree.map(np.testing.assert_array_equal, again, state)
+    jax.tree.map(
+        np.testing.assert_array_equal, jax.jit(lambda state: tx.whole_state(state, params, grid))(state), whole
+    )
+
+
 def test_pmap_s_stacked_state_is_divided_and_put_together():
     params = parameters()
     tx = fp16.distributed(optax.adam(0.1), "data")
     whole = jax.tree.map(lambda leaf: leaf + 1, tx.init(params))
     moments = optax.tree.get(tx.split_state(whole, params, 4), "mu")
-    shapes = {"even": (4, 2, 3), "odd": (4, 5, 1), "bias": (4, 1), "scalar": (4,)}
+    shapes = {"even": (4, 2, 3), "cut": (4, 3, 2), "odd": (4, 5, 1), "bias": (4, 1), "scalar": (4,)}
     assert {name: leaf.shape for name, leaf in moments.items()} == shapes
     together = tx.whole_state(tx.split_state(whole, params, 4), params, 4)
     jax.tree.map(np.testing.assert_array_equal, together, whole)
