@@ -157,6 +157,19 @@ def test_a_message_shows_a_hundred_characters_of_a_value(length, shown):
     assert str(refusal.value).endswith(", not '" + shown)
 
 
+@pytest.mark.parametrize("value", [True, np.True_, jnp.array(True), "4.0", b"4", 4 + 0j, np.ones(1)])
+def test_what_float_takes_too_is_no_number(value):
+    with pytest.raises(TypeError, match="max_norm must be "):
+        fp16.clip_by_global_norm_fp32(value)
+
+
+def test_a_function_is_to_be_called_first_and_nothing_else_is():
+    with pytest.raises(TypeError, match="Call it first"):
+        fp16.skip_if_nonfinite(optax.sgd)
+    with pytest.raises(TypeError, match=r"not 3\.$"):
+        fp16.skip_if_nonfinite(3)
+
+
 def test_a_traced_knob_is_refused_and_told_apart_from_a_wrong_one():
     for name in ("growth_interval", "init_scale", "tolerance"):
         with pytest.raises(TypeError, match=rf"{name} must be .*, known before the step is traced"):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.meshes import compiles_for_gpus
+from tests.meshes import counts_programs
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
@@ -21,7 +21,7 @@ def command(monkeypatch):
     return lambda name: runpy.run_path(str(BENCHMARKS / name))["main"]
 
 
-@compiles_for_gpus
+@counts_programs
 @pytest.mark.slow
 @pytest.mark.usefixtures("loose")
 def test_what_a_gpu_would_run_stays_within_its_limits(command, capsys):

@@ -15,7 +15,7 @@ from benchmarks.bench.compiled import compiled, gpu_mesh
 from benchmarks.bench.hlo import entry_operations
 from optax_fp16._guard import take_step, zeros_like
 from optax_fp16._scalars import read_at_once
-from tests.meshes import compiles_for_gpus
+from tests.meshes import counts_programs
 
 
 def guarded(flag, x):
@@ -56,6 +56,7 @@ def test_batches_of_flags_decide_one_by_one():
     np.testing.assert_array_equal(taken["x"], [[1.0, 2.0], [2.0, 3.0]])
 
 
+@counts_programs
 def test_a_recipe_on_a_cpu_needs_no_memory_beyond_its_donated_arguments():
     """The gradients are unscaled where they are used: in a buffer of their own they would cost 4 bytes a parameter."""
     tx = fp16.mixed_precision(optax.adamw(1e-3), max_norm=1.0)
@@ -99,7 +100,7 @@ def test_the_recipe_lets_derivatives_by_its_scalars_through():
     assert jax.jit(jax.grad(after))(jnp.float32(0.5)) == -3.0
 
 
-@compiles_for_gpus
+@counts_programs
 @pytest.mark.slow
 def test_a_gpu_selects_instead_of_branching_and_updates_like_leaves_together():
     sharding = NamedSharding(gpu_mesh("h100", 1), P())

@@ -8,6 +8,7 @@ import pytest
 
 import optax_fp16 as fp16
 from optax_fp16._elementwise import _inside
+from tests.meshes import counts_programs
 from tests.transforms import bits
 
 
@@ -126,6 +127,7 @@ def equations(jaxpr):
     return sum(1 + sum(map(equations, _inside(equation.params))) for equation in jaxpr.eqns)
 
 
+@counts_programs
 @pytest.mark.parametrize("form", ["apply", "update"])
 @pytest.mark.usefixtures("loose")
 def test_an_array_costs_its_optimizer_step_once_and_ten_equations_to_trace(form):

@@ -11,7 +11,7 @@ import optax_fp16 as fp16
 from benchmarks.bench.compiled import compiled, gpu_mesh
 from benchmarks.bench.hlo import collectives_in, entry_operations, launches_in
 from optax_fp16._reduce import CHUNK, GROUP, SMALL
-from tests.meshes import compiles_for_gpus
+from tests.meshes import counts_programs
 
 HALF, BRAIN, FULL = jnp.float16, jnp.bfloat16, jnp.float32
 
@@ -188,7 +188,7 @@ def test_vmap_takes_a_norm_for_each_and_grad_passes_through():
     np.testing.assert_allclose(jnp.concatenate(slopes), [0.6, 0.8], rtol=1e-6)
 
 
-@compiles_for_gpus
+@counts_programs
 @pytest.mark.slow
 def test_a_gpu_reads_a_group_of_leaves_in_one_launch_and_gathers_no_shards():
     def program(mesh, spec):

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import optax_fp16 as fp16
 from bert import SIZES, BertConfig, BertForPreTraining
+from optax_fp16 import _collectives
 from optax_fp16._layout import split_of
 from tests.meshes import WAYS, mesh
 
@@ -377,6 +378,16 @@ def test_a_wrong_optimizer_is_refused_in_the_step_too():
     )
     with pytest.raises(ValueError, match="computes over whole arrays"):
         jax.eval_shape(spread, params)
+
+
+def test_an_older_jax_gathers_the_same_by_a_sum(monkeypatch):
+    tx, grads = fp16.distributed(optax.sgd(1.0), "data"), drawn(4)
+    params = parameters()
+    right, _ = stepper(tx, params, mesh(4))(params, tx.init(params), grads)
+    monkeypatch.setattr(_collectives, "_GATHERS_INVARIANT", False)
+    summed = stepper(tx, params, mesh(4))
+    assert "all_gather" not in str(jax.make_jaxpr(summed)(params, tx.init(params), grads))
+    jax.tree.map(np.testing.assert_array_equal, summed(params, tx.init(params), grads)[0], right)
 
 
 def test_gradients_that_their_types_say_are_the_same_everywhere_are_not_sent():

@@ -15,9 +15,9 @@ from benchmarks.bench.compiled import compiled, gpu_mesh
 from benchmarks.bench.gpu_cases import distributed_step
 from benchmarks.bench.hlo import cost_of
 from benchmarks.bench.shapes import entries_of
-from tests.meshes import compiles_for_gpus
+from tests.meshes import counts_programs
 
-pytestmark = compiles_for_gpus
+pytestmark = counts_programs
 
 SHAPES = {"inner": (64, 256), "bias": (256,), "outer": (256, 64), "scale": (64,)}
 LARGEST = 64 * 256
