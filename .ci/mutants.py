@@ -149,7 +149,8 @@ def survives(module: str, mutant: Mutant, record: dict) -> bool:
         import pytest
 
         sys.meta_path.insert(0, Swapped(f"optax_fp16.{module}", mutant.source))
-        return pytest.main(["-q", "-x", "-p", "no:cacheprovider", *tests])
+        # Asserts as Python has them: pytest would rewrite every test file for its words, which nobody reads here.
+        return pytest.main(["-q", "-x", "-p", "no:cacheprovider", "--assert=plain", *tests])
 
     return forked(work, LIMIT) == 0
 
@@ -211,10 +212,14 @@ def import_all() -> None:
 
     os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
     warnings.filterwarnings("ignore", message=".*fork.*")
+    import equinox  # noqa: F401
     import flax.nnx
     import flax.training.train_state  # noqa: F401
+    import hypothesis.strategies  # noqa: F401
     import jmp  # noqa: F401
+    import matplotlib.pyplot  # noqa: F401
     import optax  # noqa: F401
+    import orbax.checkpoint  # noqa: F401
     import pytest  # noqa: F401
 
 

@@ -51,7 +51,7 @@ def gathered(part: jax.Array, split: Split, names: tuple[Any, ...]) -> jax.Array
     else:
         whole = _gathered_by_sum(part, split, names)
     whole = jax.lax.slice_in_dim(whole, 0, split.length, axis=split.dim)
-    return whole.reshape(unfolded(whole.shape, split))
+    return whole.reshape(unfolded(whole.shape, split.fold))
 
 
 def _gathered_by_sum(part: jax.Array, split: Split, names: tuple[Any, ...]) -> jax.Array:
@@ -63,7 +63,7 @@ def _gathered_by_sum(part: jax.Array, split: Split, names: tuple[Any, ...]) -> j
 
 def _divisible(leaf: jax.Array, split: Split, count: int) -> jax.Array:
     """The array with its rows cut, or padded, so that the devices divide the dimension along which it is split."""
-    leaf = leaf.reshape(folded(leaf.shape, split))
+    leaf = leaf.reshape(folded(leaf.shape, split.fold))
     missing = split.part * count - split.length
     if not missing:
         return leaf

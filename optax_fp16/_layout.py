@@ -38,12 +38,12 @@ def split_of(shape: Sequence[int], count: int, *, in_place: bool = False) -> Spl
     if not in_place and (fold := _fold(shape, count)):
         length = shape[0] * fold
         return Split(0, length, length // count, fold)
-    best, least = WHOLE, _size(shape)
+    best, least = WHOLE, math.prod(shape)
     for dim, length in enumerate(shape):
         if not length or (in_place and length % count):
             continue
         part = -(-length // count)
-        entries = _size(shape) // length * part
+        entries = math.prod(shape) // length * part
         if entries < least:
             best, least = Split(dim, length, part), entries
     return best
@@ -51,7 +51,7 @@ def split_of(shape: Sequence[int], count: int, *, in_place: bool = False) -> Spl
 
 def _fold(shape: Sequence[int], count: int) -> int:
     """Into how many rows to cut each row, so that N divides their number; 0 where that isn't needed or can't be."""
-    if len(shape) < 2 or not _size(shape) or not shape[0] % count:
+    if len(shape) < 2 or not math.prod(shape) or not shape[0] % count:
         return 0
     fold = count // math.gcd(shape[0], count)
     # With N rows of each, a part would be as long as the array, and couldn't be told from one split along the other dimension.
@@ -59,21 +59,14 @@ def _fold(shape: Sequence[int], count: int) -> int:
     return 0 if shape[1] % fold else fold
 
 
-def folded(shape: Sequence[int], split: Split) -> tuple[int, ...]:
+def folded(shape: Sequence[int], fold: int) -> tuple[int, ...]:
     """The array's shape after its rows were cut, which changes nothing in memory."""
-    return _cut(shape, split.dim or 0, split.fold) if split.fold > 1 else tuple(shape)
+    return (shape[0] * fold, shape[1] // fold, *shape[2:]) if fold > 1 else tuple(shape)
 
 
-def unfolded(shape: Sequence[int], split: Split) -> tuple[int, ...]:
+def unfolded(shape: Sequence[int], fold: int) -> tuple[int, ...]:
     """The inverse of `folded`."""
-    if split.fold == 1:
-        return tuple(shape)
-    dim = split.dim or 0
-    return replaced(replaced(shape, dim, shape[dim] // split.fold), dim + 1, shape[dim + 1] * split.fold)
-
-
-def _cut(shape: Sequence[int], dim: int, fold: int) -> tuple[int, ...]:
-    return replaced(replaced(shape, dim, shape[dim] * fold), dim + 1, shape[dim + 1] // fold)
+    return (shape[0] // fold, shape[1] * fold, *shape[2:]) if fold > 1 else tuple(shape)
 
 
 def splits_of(tree: Any, count: int) -> list[Split]:
@@ -91,18 +84,11 @@ def parts_of(tree: Any, count: int) -> Any:
 def _part(leaf: Any, split: Split) -> Any:
     if split.dim is None:
         return leaf
-    return jax.ShapeDtypeStruct(replaced(folded(leaf.shape, split), split.dim, split.part), leaf.dtype)
+    return jax.ShapeDtypeStruct(replaced(folded(leaf.shape, split.fold), split.dim, split.part), leaf.dtype)
 
 
 def replaced(shape: Sequence[int], dim: int, length: int) -> tuple[int, ...]:
     return (*shape[:dim], length, *shape[dim + 1 :])
-
-
-def _size(shape: Sequence[int]) -> int:
-    size = 1
-    for length in shape:
-        size *= length
-    return size
 
 
 def names_at(spec: PartitionSpec | None, dim: int) -> tuple[str, ...]:
@@ -115,7 +101,7 @@ def names_at(spec: PartitionSpec | None, dim: int) -> tuple[str, ...]:
 
 def spec_from(names: Sequence[Sequence[str]]) -> PartitionSpec:
     """A PartitionSpec from the axes at each dimension, without the trailing Nones that compare unequal."""
-    parts: list[Any] = [tuple(each) if len(each) > 1 else each[0] if each else None for each in names]
+    parts: list[Any] = [tuple(each) or None for each in names]
     while parts and parts[-1] is None:
         parts.pop()
     return PartitionSpec(*parts)

@@ -55,14 +55,15 @@ class StateLayout:
         whole = sum(_bytes(place.whole.shape, place.whole.dtype) for place in places)
         per_device = padding = replicated = 0
         for place in places:
-            local = _bytes(place.whole.shape, place.whole.dtype) // self._other_devices(place.spec, devices)
+            others = self._other_devices(place.spec, devices)
+            local = _bytes(place.whole.shape, place.whole.dtype) // others
             if place.split.dim is None:
                 replicated += local
                 per_device += local
             else:
                 row = local // place.split.length
                 per_device += row * place.split.part
-                padding += row * place.padding(count)
+                padding += row * place.padding(count) * others
         return StateBytes(whole, per_device, padding, replicated)
 
     def _other_devices(self, spec: PartitionSpec, devices: Devices) -> int:
@@ -93,11 +94,10 @@ class StateLayout:
 
     def _place(self, leaf: Any, split: Split, other_dims: dict[str, int | None], sizes: dict[str, int]) -> Place:
         names = [[name for name, own in other_dims.items() if own == each] for each in range(leaf.ndim)]
-        blocks = [math.prod(sizes[name] for name in each) for each in names] + [1]
-        if split.dim is None:
-            return Place(leaf, spec_from(names), split, (1, 1))
-        names[split.dim] += self.names
-        return Place(leaf, spec_from(names), split, (blocks[split.dim], blocks[split.dim + 1]))
+        blocks = tuple(math.prod(sizes[name] for name in each) for each in names)
+        if split.dim is not None:
+            names[split.dim] += self.names
+        return Place(leaf, spec_from(names), split, blocks)
 
     def _grown(self, params: Any, specs: list[PartitionSpec], axis: str, whole: list[Any]) -> list[int | None]:
         """Along which dimension each array of the state follows what an axis splits: the one that grows with it."""
@@ -127,12 +127,8 @@ def _specs_of(param_specs: Any, params: Any) -> list[PartitionSpec]:
     def is_spec(leaf: Any) -> bool:
         return isinstance(leaf, PartitionSpec)
 
-    spread = jax.tree.map(
-        lambda spec, part: [(spec, leaf) for leaf in jax.tree.leaves(part)], param_specs, params, is_leaf=is_spec
-    )
-    return [
-        spec for spec, _ in jax.tree.leaves(spread, is_leaf=lambda node: isinstance(node, tuple) and len(node) == 2)
-    ]
+    spread = jax.tree.map(lambda spec, part: [spec] * len(jax.tree.leaves(part)), param_specs, params, is_leaf=is_spec)
+    return jax.tree.leaves(spread, is_leaf=is_spec)
 
 
 def _resized(params: Any, specs: list[PartitionSpec], resize: Callable[[str, int, str], int]) -> Any:

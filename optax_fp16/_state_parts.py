@@ -16,11 +16,11 @@ class Place(NamedTuple):
     whole: jax.ShapeDtypeStruct
     spec: PartitionSpec
     split: Split  # over the data-parallel devices, of what they would hold without it
-    blocks: tuple[int, int]  # into how many blocks other axes split that dimension and the next
+    blocks: tuple[int, ...]  # into how many of them other axes split each dimension
 
     def padding(self, count: int) -> int:
         """Entries to add along the dimension, in each block."""
-        return self.split.part * count - self.split.length if self.split.dim is not None else 0
+        return self.split.part * count - self.split.length
 
 
 def divisible(leaf: Any, place: Place, count: int) -> Any:
@@ -31,10 +31,10 @@ def divisible(leaf: Any, place: Place, count: int) -> Any:
         return leaf
     leaf = _together(leaf)
     if fold > 1:
-        return _cut(leaf, dim, fold, place.blocks[1])
-    blocks = _blocked(leaf, dim, place.blocks[0])
+        return _cut(leaf, dim, fold, place.blocks[dim + 1])
+    blocks = _blocked(leaf, dim, place.blocks[dim])
     wide = jnp.pad(blocks, [(0, missing if each == dim + 1 else 0) for each in range(blocks.ndim)])
-    return wide.reshape(replaced(leaf.shape, dim, place.blocks[0] * part * count))
+    return wide.reshape(replaced(leaf.shape, dim, place.blocks[dim] * part * count))
 
 
 def restored(leaf: Any, place: Place, count: int) -> Any:
@@ -44,8 +44,8 @@ def restored(leaf: Any, place: Place, count: int) -> Any:
         return leaf
     leaf = _together(leaf)
     if fold > 1:
-        return _joined(leaf, dim, fold, place.blocks[1])
-    blocks = _blocked(leaf, dim, place.blocks[0])
+        return _joined(leaf, dim, fold, place.blocks[dim + 1])
+    blocks = _blocked(leaf, dim, place.blocks[dim])
     return jax.lax.slice_in_dim(blocks, 0, length, axis=dim + 1).reshape(place.whole.shape)
 
 
@@ -66,7 +66,7 @@ def _joined(leaf: Any, dim: int, fold: int, blocks: int) -> Any:
 def _together(leaf: Any) -> Any:
     """On a mesh of Explicit axes, the whole array on every device: JAX doesn't reshape there what lies in uneven pieces."""
     sharding = jax.typeof(leaf).sharding
-    if not sharding.mesh.explicit_axes or sharding.is_fully_replicated:
+    if sharding.is_fully_replicated:
         return leaf
     mesh = sharding.mesh if is_traced(leaf) else leaf.sharding.mesh
     return jax.reshard(leaf, NamedSharding(mesh, PartitionSpec()))

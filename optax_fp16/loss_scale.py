@@ -243,8 +243,9 @@ def _link(init: Callable[..., Any], adjust: Callable[..., Any], axes: Axes) -> L
 
 def unscale(grads: Any, scale: jax.Array) -> Any:
     """The gradients in fp32, divided by the scale of their own forward pass."""
-    return map_gradients(lambda leaf: _divided(widened(leaf), scale), grads)
 
+    def divided(leaf: Any) -> jax.Array:
+        wide = widened(leaf)
+        return jax.lax.div(wide, jax.lax.convert_element_type(scale, wide.dtype))
 
-def _divided(leaf: jax.Array, scale: jax.Array) -> jax.Array:
-    return jax.lax.div(leaf, scale if scale.dtype == leaf.dtype else scale.astype(leaf.dtype))
+    return map_gradients(divided, grads)

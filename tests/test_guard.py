@@ -7,15 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_fp16 as fp16
 from benchmarks.bench.compiled import compiled, gpu_mesh
 from benchmarks.bench.hlo import entry_operations
-from optax_fp16._guard import take_step, zeros_like
+from optax_fp16._guard import in_the_state_dtypes, take_step, zeros_like
 from optax_fp16._scalars import read_at_once
-from tests.meshes import counts_programs
+from tests.meshes import counts_programs, mesh
 
 
 def guarded(flag, x):
@@ -48,6 +48,45 @@ def test_a_step_is_traced_once_for_all_its_uses():
 def test_a_skipped_step_is_not_computed_on_a_cpu():
     text = jax.jit(guarded).lower(jnp.array(True), jnp.ones(3)).compile().as_text()
     assert len(re.findall(r" conditional\(", text)) == 1
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_a_skipped_update_is_zeros_where_the_gradients_lie(kind, jitted):
+    grid = mesh(2, kind=kind)
+    params = jax.device_put(jnp.ones((4, 3)), NamedSharding(grid, P("data")))
+    tx = fp16.mixed_precision(optax.sgd(0.1, momentum=0.9))
+    state = tx.init(params)
+    update = jax.jit(tx.update) if jitted else tx.update
+    updates, after = update(params * jnp.inf, state, params)
+    np.testing.assert_array_equal(updates, np.zeros((4, 3)))
+    if jitted and kind == AxisType.Explicit:  # outside of jit only a mesh's context says where
+        assert jax.typeof(updates) == jax.typeof(params)
+    jax.tree.map(np.testing.assert_array_equal, after.guard_state.inner_state, state.guard_state.inner_state)
+
+
+def test_a_state_keeps_its_dtypes_whatever_kind_of_number_is_in_it():
+    old = {"array": jnp.float32(1), "numpy": np.float32(1), "python": 1.0, "word": "a", "small": jnp.int8(1)}
+    new = {"array": np.float64(2), "numpy": jnp.int32(2), "python": jnp.int32(2), "word": "b", "small": 2}
+    kept = in_the_state_dtypes(new, old)
+    assert {name: jnp.result_type(leaf) for name, leaf in kept.items() if name != "word"} == {
+        "array": jnp.float32,
+        "numpy": jnp.float32,
+        "python": jnp.float32,
+        "small": jnp.int8,
+    }
+    assert kept["word"] == "b"
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+def test_a_state_on_an_explicit_mesh_stays_where_it_lies(jitted):
+    grid = mesh(2, kind=AxisType.Explicit)
+    old, whole = (jax.device_put(jnp.ones((4, 3)), NamedSharding(grid, spec)) for spec in (P("data"), P()))
+    keep = jax.jit(in_the_state_dtypes) if jitted else in_the_state_dtypes
+    for new in (whole, whole.astype(jnp.bfloat16), old):
+        assert jax.typeof(keep(new, old)) == jax.typeof(old)
+    on_auto = jax.device_put(old, NamedSharding(mesh(2), P("data")))
+    assert keep(on_auto.astype(jnp.bfloat16), on_auto).sharding == on_auto.sharding
 
 
 def test_batches_of_flags_decide_one_by_one():

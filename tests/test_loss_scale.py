@@ -293,6 +293,27 @@ def test_a_knob_out_of_its_range_is_named(knobs, name):
         fp16.dynamic_loss_scale(**knobs)
 
 
+@pytest.mark.parametrize(
+    ("name", "low", "high", "least", "most"),
+    [
+        ("growth_factor", 1 + 2**-24, 3.5e38, 1 + 2**-23, 3.4e38),
+        ("backoff_factor", 2.0**-127, 1 - 2**-25, 2.0**-126, 1 - 2**-24),
+        ("tolerance", -1e-9, 1 + 1e-9, 0, 1),
+        ("growth_interval", 0, 2**31, 1, 2**31 - 1),
+        ("hysteresis", 0, 2**31, 1, 2**31 - 1),
+        ("min_scale", 2.0**-127, 2.0**15 + 1, 2.0**-126, 2.0**15),
+        ("max_scale", 2.0**15 - 1, 2.0**127, 2.0**15, 2.0**126),
+        ("init_scale", 0.9, 2.0**24 + 2, 1.0, 2.0**24),
+    ],
+)
+def test_every_knob_goes_to_the_edges_of_its_range_and_no_farther(name, low, high, least, most):
+    for inside in (least, most):
+        fp16.dynamic_loss_scale(**{name: inside})
+    for outside in (low, high):
+        with pytest.raises(ValueError, match="must be"):
+            fp16.dynamic_loss_scale(**{name: outside})
+
+
 @pytest.mark.parametrize("scale", [0.0, -2.0, NAN, float("inf"), 1e-45])
 def test_a_static_scale_that_is_no_positive_number_of_fp32_is_refused(scale):
     with pytest.raises(ValueError, match=r"scale must be a number from 2\*\*-126 to 2\*\*126"):

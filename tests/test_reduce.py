@@ -1,5 +1,7 @@
 """The one reduction, against NumPy in float64, and what the compiler makes of it where arrays lie whole and where they don't."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +12,8 @@ from jax.sharding import PartitionSpec as P
 import optax_fp16 as fp16
 from benchmarks.bench.compiled import compiled, gpu_mesh
 from benchmarks.bench.hlo import collectives_in, entry_operations, launches_in
-from optax_fp16._reduce import CHUNK, GROUP, SMALL
+from optax_fp16._devices import SPLIT_FROM
+from optax_fp16._reduce import CHUNK, GROUP, SMALL, _each, _on_cpu, _on_gpu
 from tests.meshes import counts_programs
 
 HALF, BRAIN, FULL = jnp.float16, jnp.bfloat16, jnp.float32
@@ -48,6 +51,12 @@ def test_the_norm_is_that_of_float64_in_every_dtype(dtype, sizes, jitted):
     assert norm.dtype == FULL
     assert not norm.weak_type
     np.testing.assert_allclose(norm, norm64(tree), rtol=2e-6)
+
+
+def test_float64_leaves_under_x64_have_their_norm_in_fp32():
+    with jax.enable_x64(True):
+        norm = fp16.grad_global_norm([jnp.full(3, 2.0, jnp.float64), jnp.full(4, 1.0, FULL)])
+        assert (norm, norm.dtype) == (4.0, FULL)
 
 
 def test_dtypes_mix_and_what_is_no_gradient_counts_for_nothing():
@@ -172,12 +181,36 @@ def test_one_program_may_take_the_norm_in_both_contexts():
     np.testing.assert_allclose([by_hand, by_compiler], norm64(shards), rtol=1e-6)
 
 
-def test_replicated_leaves_are_split_over_the_devices_and_count_once():
-    tree = [drawn((CHUNK + 5,), FULL), drawn((3,), HALF), drawn((2 * CHUNK + 1,), HALF, 1)]
-    mapped = jax.shard_map(
-        lambda grads: fp16.grad_global_norm(grads, axis_name="d"), mesh=on_mesh(4), in_specs=P(), out_specs=P()
-    )
-    np.testing.assert_allclose(jax.jit(mapped)(tree), norm64(tree), rtol=2e-6)
+@pytest.mark.parametrize("count", [2, 4])
+def test_replicated_leaves_are_split_over_the_devices_and_count_once(count):
+    sizes = (SPLIT_FROM, SPLIT_FROM - 1, SPLIT_FROM + 3, 3)
+    tree = [drawn((size,), dtype, seed) for seed, (size, dtype) in enumerate(itertools.product(sizes, (HALF, FULL)))]
+    for alone in ([leaf] for leaf in tree):
+        np.testing.assert_allclose(norm_of_replicated(alone, count), norm64(alone), rtol=2e-6)
+    np.testing.assert_allclose(norm_of_replicated(tree, count), norm64(tree), rtol=2e-6)
+
+
+def norm_of_replicated(tree, count):
+    def norm(grads):
+        return fp16.grad_global_norm(grads, axis_name="d")
+
+    return jax.jit(jax.shard_map(norm, mesh=on_mesh(count), in_specs=P(), out_specs=P()))(tree)
+
+
+@pytest.mark.parametrize("way", [_each, _on_cpu, _on_gpu])
+def test_every_backend_s_way_gives_the_same_sum(way):
+    leaves = [drawn((7, 3), dtype, seed) for seed, dtype in enumerate([HALF, BRAIN, FULL, jnp.complex64] * 2)]
+    np.testing.assert_allclose(jnp.sqrt(way(leaves)), norm64(leaves), rtol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("leaves", "has_ways"),
+    [([], False), ([FULL], False), ([HALF], True), ([FULL] * 2, True), ([BRAIN] * 2, True)],
+)
+def test_a_backend_has_a_way_of_its_own_where_that_matters(leaves, has_ways):
+    """Several leaves can be joined, and a CPU takes fp16 in chunks: one leaf of another dtype is summed as it is everywhere."""
+    tree = [jnp.ones(3, dtype) for dtype in leaves]
+    assert (" cond[" in str(jax.make_jaxpr(fp16.grad_global_norm)(tree))) == has_ways
 
 
 def test_vmap_takes_a_norm_for_each_and_grad_passes_through():
