@@ -109,7 +109,7 @@ def _step(
     scale = state.scale_state.loss_scale
     norm = global_norm(grads, knobs.axes) / scale
     finite = is_finite(norm)
-    limit = jnp.float32(jnp.inf) if knobs.max_norm is None else knobs.max_norm
+    limit = jnp.inf if knobs.max_norm is None else knobs.max_norm
     factor = clip_factor(norm, limit)
     guard = state.guard_state
 

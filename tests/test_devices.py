@@ -328,6 +328,8 @@ def test_axes_outside_of_their_map_are_refused():
         ({"axis_name": ("data", "data")}, ValueError, "twice"),
         ({"axis_name": "data", "sharded": {"w": "data"}}, TypeError, "it holds 'data'"),
         ({"sharded": True}, ValueError, "needs axis_name"),
+        ({"sharded": {"w": True, "b": False}}, ValueError, "needs axis_name"),
+        ({"axis_name": "data", "sharded": {1: True, "w": False}}, TypeError, "must be a tree that JAX can flatten"),
     ],
 )
 def test_wrong_arguments_are_refused_at_construction(axes, kind, words):

@@ -109,6 +109,14 @@ def test_a_wrong_loss_scale_is_refused(wrong):
         fp16.mixed_precision(optax.sgd(1.0), loss_scale=wrong)
 
 
+@pytest.mark.parametrize("wrong", ["8", True, (8.0,), fp16.dynamic_loss_scale, optax.sgd(1.0)])
+def test_what_is_no_number_is_told_what_a_loss_scale_can_be(wrong):
+    with pytest.raises(TypeError, match=r"loss_scale must be None \(dynamic\), a number \(static\), or what"):
+        fp16.mixed_precision(optax.sgd(1.0), loss_scale=wrong)
+    with pytest.raises(TypeError, match=r"loss_scale must be None \(dynamic\), a number"):
+        jax.jit(lambda scale: fp16.mixed_precision(optax.sgd(1.0), loss_scale=scale).init(None))(8.0)
+
+
 @pytest.mark.parametrize(
     ("arguments", "name"),
     [

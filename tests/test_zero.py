@@ -1,5 +1,7 @@
 """The distributed optimizer: the same step as without it, with 1/N of the state on each device."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -187,6 +189,38 @@ def test_update_gives_the_updates_that_apply_applies():
     assert {leaf.dtype for leaf in jax.tree.leaves(updates)} == {np.dtype(np.float32)}
     assert jax.tree.structure(new_state) == jax.tree.structure(state)
     assert [x.dtype for x in jax.tree.leaves(new_state)] == [x.dtype for x in jax.tree.leaves(state)]
+
+
+def test_updates_of_fp32_parameters_beside_masters_are_exact_and_those_of_halves_travel_as_halves():
+    shapes = {"half": (8, 3), "full": (4, 2)}
+    params, grads = parameters(shapes=shapes), drawn(4, shapes)
+    params["half"] = params["half"].astype(jnp.float16)
+    plain = fp16.master_weights(optax.sgd(0.1, momentum=0.9))
+    tx = fp16.distributed(plain, "data")
+
+    def step(params, grads):
+        return tx.update(jax.tree.map(lambda leaf: leaf[0], grads), tx.init(params), params)[0]
+
+    spread = jax.jit(jax.shard_map(step, mesh=mesh(4), in_specs=(P(), P("data")), out_specs=P()))
+    right, _ = jax.jit(plain.update)(mean(grads), plain.init(params), params)
+    jax.tree.map(np.testing.assert_array_equal, spread(params, grads), right)
+    program = str(jax.make_jaxpr(spread)(params, grads))
+    # Before JAX 0.10 a sum gathers.
+    travelling = re.findall(r":(f\d+)\[[^ ]*\] = (?:all_gather|psum)[a-z_]*\[", program)
+    assert sorted(travelling) == ["f16", "f32"]
+
+
+def test_leaves_that_are_no_gradients_come_back_untouched():
+    params = {"w": jnp.ones(8), "n": jnp.arange(4), "key": jax.random.key(0)}
+    tx = fp16.distributed(optax.masked(optax.sgd(0.5), {"w": True, "n": False, "key": False}), "data")
+
+    def step(params):
+        return tx.update(params, tx.init(params), params)[0]
+
+    updates = jax.jit(jax.shard_map(step, mesh=mesh(4), in_specs=P(), out_specs=P()))(params)
+    np.testing.assert_array_equal(updates["w"], np.full(8, -0.5))
+    np.testing.assert_array_equal(updates["n"], params["n"])
+    assert updates["key"] == params["key"]
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
@@ -463,6 +497,18 @@ def test_the_inner_optimizer_is_looked_at_once_for_the_same_kind_of_parameters()
     assert len(traces) == 2  # for the step itself
     tx.init({"w": jnp.ones((8, 8))})
     assert len(traces) == 3
+
+
+def test_within_one_of_its_two_axes_init_gives_the_whole_state_and_the_step_says_which_is_missing():
+    params = {"w": jnp.ones(8)}
+    tx = fp16.distributed(optax.sgd(0.1, momentum=0.9), ("data", "more"))
+
+    def mapped(function):
+        return jax.shard_map(function, mesh=mesh(4), in_specs=P(), out_specs=P())
+
+    assert jax.eval_shape(mapped(tx.init), params)[0].trace["w"].shape == (8,)
+    with pytest.raises(ValueError, match="axis_name='more' isn't an axis"):
+        jax.eval_shape(mapped(lambda params: tx.update(params, tx.init(params), params)[0]), params)
 
 
 def test_a_whole_state_in_the_step_is_refused():
