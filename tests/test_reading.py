@@ -76,6 +76,11 @@ def test_two_scales_that_differ_are_refused_and_both_places_named(loose):
         fp16.metrics_of(chained)
     with pytest.raises(ValueError, match=r"that may differ: at \[0\] and at \[1\]"):
         jax.jit(fp16.loss_scale_of)(chained)
+    with pytest.raises(ValueError, match=r"that may differ: at \[0\] and at \[1\]"):  # known of one of them alone
+        jax.jit(lambda second: fp16.loss_scale_of((chained[0], second)))(chained[1])
+    stacked = [chained[0]._replace(loss_scale=jnp.array(scales)) for scales in ([512.0, 512.0], [512.0, 4.0])]
+    with pytest.raises(ValueError, match="that differ"):
+        fp16.loss_scale_of(stacked)
 
 
 def test_two_scales_that_agree_are_one(loose):
