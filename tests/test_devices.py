@@ -109,6 +109,36 @@ def test_the_mean_of_large_halves_does_not_overflow(way, count):
             np.testing.assert_array_equal(mean["step"], grads["step"])
 
 
+@pytest.mark.parametrize(
+    ("leaf", "asked", "travels"),
+    [
+        (jnp.float16, None, jnp.float32),
+        (jnp.float32, None, jnp.float32),
+        (jnp.float32, jnp.float16, jnp.float16),
+        (jnp.float16, jnp.bfloat16, jnp.bfloat16),
+        (jnp.complex64, None, jnp.complex64),
+        (jnp.complex64, jnp.float16, jnp.complex64),
+    ],
+)
+def test_gradients_travel_in_the_dtype_that_was_asked_for_and_complex_ones_as_they_are(leaf, asked, travels):
+    def mean(grads):
+        return fp16.pmean_gradients(grads, "data", asked)
+
+    spread = jax.shard_map(mean, mesh=mesh(2), in_specs=P("data"), out_specs=P())
+    grads = jnp.array([1.0, 3.0], leaf)
+    assert spread(grads) == 2.0
+    assert spread(grads).dtype == leaf
+    (sent,) = [
+        equation for equation in _equations(jax.make_jaxpr(spread)(grads)) if equation.primitive.name.startswith("psum")
+    ]
+    assert sent.invars[0].aval.dtype == travels
+
+
+def _equations(closed):
+    (mapped,) = closed.jaxpr.eqns
+    return mapped.params["jaxpr"].eqns
+
+
 def test_a_large_replicated_leaf_is_counted_once_though_it_is_split():
     rng = np.random.default_rng(0)
     grads = {"large": rng.normal(size=65536 + 5).astype(np.float32), "small": np.ones(3, np.float32)}

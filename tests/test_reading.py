@@ -195,6 +195,13 @@ def test_a_run_is_stuck_after_as_many_skips_as_patience_says():
         fp16.stuck(state, 0)
 
 
+def test_a_scale_without_a_guard_is_never_stuck_and_patience_is_50_by_default():
+    assert fp16.stuck(fp16.static_loss_scale(8.0).init(None), 1) is None
+    guard = fp16.skip_if_nonfinite(optax.sgd(0.1)).init(jnp.ones(1))
+    assert fp16.stuck(guard._replace(skipped_in_a_row=jnp.int32(49))) is None
+    assert fp16.stuck(guard._replace(skipped_in_a_row=jnp.int32(50)))
+
+
 def test_a_falling_scale_is_told_apart_from_one_at_its_floor():
     tx = fp16.mixed_precision(optax.sgd(0.1))
     state = tx.init(jnp.ones(1))

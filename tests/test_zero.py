@@ -423,6 +423,48 @@ def test_what_computes_over_whole_arrays_is_refused(name):
         tx.init(params)
 
 
+def circling(g):
+    """A loop whose carry has a sum over the array only after its second round."""
+
+    def body(_, carry):
+        shown, _ = carry
+        return carry[1], jnp.sum(g) * jnp.ones_like(shown)
+
+    return jax.lax.fori_loop(0, 3, body, (jnp.zeros_like(g), jnp.zeros_like(g)))[0]
+
+
+@jax.jit
+def with_norm(g):
+    return 2 * g, jnp.sum(g * g)
+
+
+@pytest.mark.parametrize(
+    ("name", "function"),
+    [
+        ("cumsum", lambda g: jnp.cumsum(g, 0)),
+        ("argmax", lambda g: g * jnp.argmax(g).astype(jnp.float32)),
+        ("sort", lambda g: jnp.sort(g, 0)),
+        ("dot_general", lambda g: g @ g),
+        ("fft", lambda g: jnp.real(jnp.fft.fft(g))),
+        ("cholesky", jnp.linalg.cholesky),
+        ("random_bits", lambda g: g + jax.random.normal(jax.random.key(0), g.shape)),
+        ("reduce_sum", circling),
+        ("reduce_sum", lambda g: jax.lax.cond(jnp.float32(1) > 0, lambda: g, lambda: g / jnp.sum(g))),
+        ("reduce_sum", lambda g: g * with_norm(g)[1]),
+        ("reduce_max", lambda g: g / jnp.max(g)),
+    ],
+)
+def test_whatever_mixes_entries_is_refused_by_its_name(name, function):
+    inner = optax.stateless(lambda updates, params: jax.tree.map(function, updates))
+    with pytest.raises(ValueError, match=rf"computes over whole arrays \(.*{name}.*\)"):
+        fp16.distributed(inner, "data").init(jnp.eye(4))
+
+
+def test_a_sum_that_no_update_depends_on_is_not_refused():
+    inner = optax.stateless(lambda updates, params: with_norm(updates)[0])
+    fp16.distributed(inner, "data").init(jnp.eye(4))
+
+
 def test_what_works_entry_by_entry_is_not_refused():
     params = {"w": jnp.ones((4, 4)), "b": jnp.ones(4)}
     schedule = optax.piecewise_interpolate_schedule("linear", 1.0, {2: 0.5, 4: 0.5})
