@@ -33,7 +33,7 @@ from mutations import Mutant, mutants_of  # noqa: E402
 MODULES = tuple(sorted(path.stem for path in (ROOT / "optax_fp16").glob("*.py") if path.stem != "__init__"))
 TESTS = (
     "bad_arguments", "clipping", "contract", "devices", "flax", "guard", "lasting_state", "loss_scale", "master_weights",
-    "migrate", "optimizers", "plot", "reading", "recipe", "reduce", "report", "scaling", "skipping", "underflow", "zero",
+    "migrate", "optimizers", "plot", "reading", "recipe", "reduce", "report", "scaling", "skipping", "tree", "underflow", "zero",
     "zero_programs",
 )  # fmt: skip
 # Modules whose tests are in a file of another name.

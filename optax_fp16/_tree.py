@@ -80,7 +80,7 @@ def select(flag: jax.Array, on_true: Any, on_false: Any) -> Any:
     def choose(a: Any, b: Any) -> Any:
         if getattr(a, "dtype", None) == jax.dtypes.float0 or not hasattr(a, "dtype"):
             return a
-        if jax.typeof(a) == jax.typeof(b) and not jnp.issubdtype(a.dtype, jax.dtypes.extended):
+        if jax.typeof(a) == jax.typeof(b):
             return jax.lax.select_n(flag, b, a)  # what `where` comes to, in a third of the time to trace it
         return jnp.where(flag, a, b)
 

@@ -228,3 +228,13 @@ def test_before_the_first_step_nothing_is_counted_and_nothing_was_wrong():
     counts = (state.skipped_total, state.skipped_in_a_row, state.applied_total)
     assert [count.item() for count in counts] == [0, 0, 0]
     assert (state.grad_norm.item(), state.grads_finite.item()) == (0.0, True)
+
+
+@pytest.mark.parametrize("wrap", [fp16.skip_if_nonfinite, fp16.mixed_precision, fp16.master_weights])
+def test_a_transformation_that_knows_no_extra_arguments_is_spared_them(wrap):
+    plain = optax.GradientTransformation(lambda params: (), lambda updates, state, params=None: (updates, state))
+    tx, params = wrap(plain), jnp.ones(2)
+    updates, _ = tx.update(params, tx.init(params), params, value=1.0)
+    assert updates.shape == (2,)
+    applied, _ = fp16.apply_gradients(tx, params, tx.init(params), params, value=1.0)
+    assert applied.shape == (2,)

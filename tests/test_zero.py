@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 import optax_fp16 as fp16
 from bert import SIZES, BertConfig, BertForPreTraining
 from optax_fp16 import _collectives
+from optax_fp16._elementwise import whole_array_computations
 from optax_fp16._layout import split_of
 from tests.meshes import WAYS, mesh
 
@@ -458,6 +459,19 @@ def test_whatever_mixes_entries_is_refused_by_its_name(name, function):
     inner = optax.stateless(lambda updates, params: jax.tree.map(function, updates))
     with pytest.raises(ValueError, match=rf"computes over whole arrays \(.*{name}.*\)"):
         fp16.distributed(inner, "data").init(jnp.eye(4))
+
+
+def test_a_sum_over_devices_counts_where_it_goes_over_all_of_the_axes():
+    def update(g, axis):
+        return g * jax.lax.psum(jnp.sum(g), axis)
+
+    def found(axis):
+        shape = jax.ShapeDtypeStruct((4,), jnp.float32)
+        env = [("data", 2), ("model", 2)]
+        return whole_array_computations(lambda g: update(g, axis), ("data",), shape, axis_env=env)
+
+    assert found("model") == ["reduce_sum"]
+    assert found("data") == found(("model", "data")) == []
 
 
 def test_a_sum_that_no_update_depends_on_is_not_refused():
