@@ -341,6 +341,12 @@ def test_an_axis_or_a_tree_that_does_not_fit_is_refused_by_the_leaf_s_path(axes,
         assert word in str(refused.value)
 
 
+@pytest.mark.parametrize("empty", [None, ()])
+def test_a_mean_over_no_axis_is_refused(empty):
+    with pytest.raises(ValueError, match="axis_name must name the axis to average over, such as 'batch'; it is empty"):
+        fp16.pmean_gradients(jnp.ones(2), empty)
+
+
 def test_axes_outside_of_their_map_are_refused():
     for norm in (
         lambda tree: fp16.grad_global_norm(tree, axis_name="data"),

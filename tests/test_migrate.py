@@ -336,3 +336,15 @@ def test_the_state_is_put_where_the_optimizers_is():
 def test_a_scale_that_grows_by_less_than_a_doubling_moves_in():
     knobs, state = migrate.from_torch(Torch().state | {"growth_factor": 1.5})
     assert (knobs["growth_factor"], knobs["backoff_factor"], float(state.loss_scale)) == (1.5, 0.25, 65536.0)
+
+
+def test_gluonnlp_s_step_numbers_become_counts_and_back():
+    numbers = {"_num_steps": 30, "_last_overflow_iter": 19, "_last_rescale_iter": 9, "_overflows_since_rescale": 1}
+    knobs, state = migrate.from_gluonnlp(vars(GluonNLP()) | numbers)
+    assert (state.finite_in_a_row, state.steps_since_rescale, state.overflows_counted) == (10, 20, 1)
+    # Only differences between the numbers matter: it starts again at the last rescale.
+    back = {name: value for name, value in migrate.to_gluonnlp(knobs, state).items() if name in numbers}
+    assert back == {"_num_steps": 20, "_last_overflow_iter": 9, "_last_rescale_iter": -1, "_overflows_since_rescale": 1}
+    growing = state._replace(finite_in_a_row=jnp.int32(25), overflows_counted=jnp.int32(0))
+    assert migrate.to_gluonnlp(knobs, growing)["_num_steps"] == 25
+    assert migrate.from_gluonnlp(vars(GluonNLP(scale_window=1)) | numbers)[1].finite_in_a_row == 0

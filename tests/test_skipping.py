@@ -238,3 +238,19 @@ def test_a_transformation_that_knows_no_extra_arguments_is_spared_them(wrap):
     assert updates.shape == (2,)
     applied, _ = fp16.apply_gradients(tx, params, tx.init(params), params, value=1.0)
     assert applied.shape == (2,)
+
+
+def test_moments_of_one_half_precision_parameter_among_others_are_fp32():
+    params = {"half": jnp.ones(2, jnp.float16), "full": jnp.ones(2)}
+    state = fp16.skip_if_nonfinite(optax.adam(0.1)).init(params)
+    assert {leaf.dtype for leaf in jax.tree.leaves(optax.tree.get(state, "nu"))} == {np.dtype(np.float32)}
+
+
+def test_masters_inside_see_the_parameters_as_they_are():
+    params = jnp.full(2, 100.0, jnp.float16)
+    masters = fp16.master_weights(optax.sgd(0.01))  # below fp16's resolution there, and so no update at first
+    guarded = fp16.skip_if_nonfinite(masters)
+    state = guarded.init(params)
+    updates, state = guarded.update(jnp.ones(2), state, params)
+    np.testing.assert_array_equal(updates, 0.0)
+    np.testing.assert_allclose(optax.tree.get(state, "master_params"), 99.99, rtol=1e-6)
