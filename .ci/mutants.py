@@ -32,16 +32,16 @@ from mutations import Mutant, mutants_of  # noqa: E402
 
 MODULES = tuple(sorted(path.stem for path in (ROOT / "optax_fp16").glob("*.py") if path.stem != "__init__"))
 TESTS = (
-    "bad_arguments", "clipping", "contract", "devices", "flax", "guard", "lasting_state", "loss_scale", "master_weights",
-    "migrate", "optimizers", "plot", "reading", "recipe", "reduce", "report", "scaling", "skipping", "tree", "underflow", "zero",
-    "zero_programs",
+    "bad_arguments", "clipping", "contract", "devices", "doctests", "flax", "guard", "lasting_state", "loss_scale",
+    "master_weights", "migrate", "optimizers", "plot", "reading", "recipe", "reduce", "report", "scaling", "skipping", "tree",
+    "underflow", "zero", "zero_programs",
 )  # fmt: skip
 # Modules whose tests are in a file of another name.
 HOME = {
     "_carry": "migrate", "_collectives": "zero", "_elementwise": "zero", "_inner": "skipping", "_layout": "zero",
     "_lowering": "reduce", "_messages": "bad_arguments", "_migrate_jax": "migrate", "_migrate_torch": "migrate",
     "_remainders": "master_weights", "_scalars": "reading", "_state_layout": "zero", "_transport": "zero",
-    "averaging": "devices", "placing": "zero",
+    "_state_parts": "zero", "averaging": "devices", "placing": "zero",
 }  # fmt: skip
 LIMIT, ENOUGH = 60, 25  # seconds: of processor time for one mutant, and of tests for it
 NEAR = 3  # lines
@@ -67,7 +67,9 @@ class Lines:
         import pytest
 
         self.coverage.start()
-        status = pytest.main(["-q", "-p", "no:cacheprovider", "-m", "not slow and not soak", *tests], plugins=[self])
+        status = pytest.main(
+            ["-q", "-p", "no:cacheprovider", "--assert=plain", "-m", "not slow and not soak", *tests], plugins=[self]
+        )
         self.coverage.stop()
         if status:
             sys.exit(f"the tests fail without a mutant (status {status}); mend them first")

@@ -111,6 +111,15 @@ def test_mu_dtype_is_what_the_first_moment_is_kept_in():
     assert after.nu.dtype == jnp.float32
 
 
+def test_what_is_no_gradient_has_moments_of_zeros_in_fp32():
+    params = {"count": jnp.arange(3), "key": jax.random.key(0)}
+    state = bert_adam(0.1).init(params)
+    for moments in (state.mu, state.nu):
+        for name, leaf in moments.items():
+            np.testing.assert_array_equal(leaf, np.zeros(params[name].shape))
+            assert leaf.dtype == jnp.float32
+
+
 def test_what_is_no_gradient_comes_back_untouched():
     params = {"w": jnp.ones(2), "ids": jnp.arange(3), "none": None, "masked": optax.MaskedNode()}
     grads = {"w": jnp.ones(2), "ids": np.zeros(3, jax.dtypes.float0), "none": None, "masked": optax.MaskedNode()}

@@ -1,6 +1,8 @@
 """The one reduction, against NumPy in float64, and what the compiler makes of it where arrays lie whole and where they don't."""
 
+import contextlib
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -162,13 +164,28 @@ def test_where_the_compiler_has_one_of_two_axes_nothing_is_joined():
     assert collectives_in(optimized(mapped, shards)).keys() == {"all-reduce"}
 
 
-def test_on_an_explicit_mesh_shards_of_different_kinds_have_their_norm():
-    mesh = on_mesh(4, AxisType.Explicit)
-    with jax.set_mesh(mesh):
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("context", [True, False])
+def test_on_an_explicit_mesh_shards_of_different_kinds_have_their_norm(context, count):
+    mesh = on_mesh(count, AxisType.Explicit)
+    with jax.set_mesh(mesh) if context else contextlib.nullcontext():
         tree = [
             jax.device_put(drawn((8, 4), FULL, i), NamedSharding(mesh, s)) for i, s in enumerate((P("d"), P(None, "d")))
         ]
         np.testing.assert_allclose(jax.jit(fp16.grad_global_norm)(tree), norm64(tree), rtol=1e-6)
+
+
+@pytest.mark.parametrize(("platform", "way"), [("tpu", 0), ("cpu", 1), ("cuda", 2), ("rocm", 2)])
+def test_each_platform_is_given_its_own_of_the_three_ways(platform, way):
+    """The number is a constant of the program before XLA sees it: leaf by leaf where nothing is known of the backend."""
+    program = jax.jit(fp16.grad_global_norm).trace([jnp.ones(3)] * 2).lower(lowering_platforms=(platform,)).as_text()
+    assert re.search(r"constant dense<(\d+)> : tensor<i32>", program)[1] == str(way)
+
+
+def test_without_jit_and_op_by_op_the_norm_is_the_same():
+    tree = [drawn((5,), HALF), drawn((3,), FULL, 1)]
+    with jax.disable_jit():
+        np.testing.assert_allclose(fp16.grad_global_norm(tree), norm64(tree), rtol=1e-6)
 
 
 def test_one_program_may_take_the_norm_in_both_contexts():
@@ -210,7 +227,9 @@ def test_every_backend_s_way_gives_the_same_sum(way):
 def test_a_backend_has_a_way_of_its_own_where_that_matters(leaves, has_ways):
     """Several leaves can be joined, and a CPU takes fp16 in chunks: one leaf of another dtype is summed as it is everywhere."""
     tree = [jnp.ones(3, dtype) for dtype in leaves]
-    assert (" cond[" in str(jax.make_jaxpr(fp16.grad_global_norm)(tree))) == has_ways
+    for mesh in (contextlib.nullcontext(), jax.set_mesh(on_mesh(1))):
+        with mesh:
+            assert (" cond[" in str(jax.make_jaxpr(fp16.grad_global_norm)(tree))) == has_ways
 
 
 def test_vmap_takes_a_norm_for_each_and_grad_passes_through():

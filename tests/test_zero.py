@@ -627,6 +627,8 @@ def test_placing_adds_to_tensor_parallel_shardings_and_leaves_its_own_alone():
     params = {
         name: jax.device_put(leaf, NamedSharding(grid, specs[name])) for name, leaf in parameters(shapes=PLACED).items()
     }
+    alone = jax.device_put(jnp.ones((2, 6)), NamedSharding(grid, P("model")))  # each device has one row of it already
+    assert fp16.zero_shardings(alone, grid, "data").spec == P("model", "data")
     placed = fp16.zero_shardings(params, grid, "data")
     right = {"inner": P("data", "model"), "outer": P(("model", "data")), "bias": P(), "scale": P(("model", "data"))}
     assert {name: sharding.spec for name, sharding in placed.items()} == right
