@@ -36,7 +36,7 @@ def number(
     value: Any,
     allowed: str,
     *,
-    low: float = -math.inf,
+    low: float,
     high: float = math.inf,
     below: float | None = None,
 ) -> float:

@@ -199,3 +199,11 @@ def test_states_made_before_the_option_existed_can_be_made_from_their_fields():
     zero = jnp.zeros((), jnp.int32)
     assert DynamicLossScaleState(jnp.float32(8), *[zero] * 5).underflow is None
     assert StaticLossScaleState(jnp.float32(8)).underflow is None
+
+
+def test_before_the_first_step_nothing_has_been_seen():
+    params = [jnp.ones(2), jnp.ones(3)]
+    state = fp16.dynamic_loss_scale(underflow="per_leaf").init(params)
+    assert [leaf.shape for leaf in jax.tree.leaves(state.underflow)] == [(), (), (), (2, 2)]
+    for leaf in jax.tree.leaves(state.underflow):
+        np.testing.assert_array_equal(leaf, 0.0)
