@@ -348,3 +348,10 @@ def test_gluonnlp_s_step_numbers_become_counts_and_back():
     growing = state._replace(finite_in_a_row=jnp.int32(25), overflows_counted=jnp.int32(0))
     assert migrate.to_gluonnlp(knobs, growing)["_num_steps"] == 25
     assert migrate.from_gluonnlp(vars(GluonNLP(scale_window=1)) | numbers)[1].finite_in_a_row == 0
+
+
+def test_what_apex_does_not_say_is_its_default_and_jmp_s_floor_keeps_its_value():
+    knobs, _ = migrate.from_apex({"loss_scale": 4096.0, "unskipped": 12})
+    assert (knobs["growth_interval"], knobs["max_scale"]) == (2000, 2.0**24)
+    floor = {"min_scale": 2.0**-30, "max_scale": migrate.HIGHEST}
+    assert migrate.to_jmp(floor, fp16.dynamic_loss_scale(**floor).init(None))["min_loss_scale"] == 2.0**-30

@@ -207,3 +207,11 @@ def test_before_the_first_step_nothing_has_been_seen():
     assert [leaf.shape for leaf in jax.tree.leaves(state.underflow)] == [(), (), (), (2, 2)]
     for leaf in jax.tree.leaves(state.underflow):
         np.testing.assert_array_equal(leaf, 0.0)
+
+
+def test_the_share_of_a_single_entry_is_all_or_nothing():
+    tx = fp16.static_loss_scale(1.0, underflow="per_leaf")
+    for value, share in ((2.0**-20, 1.0), (1.0, 0.0)):
+        grads = [jnp.array([value])]
+        _, state = tx.update(grads, tx.init(grads))
+        assert (state.underflow.underflow_share, state.underflow.underflow_by_leaf[0, 0]) == (share, share)
