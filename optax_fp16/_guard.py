@@ -82,9 +82,8 @@ def _zero(leaf: Any) -> Any:
     if not isinstance(leaf, jax.ShapeDtypeStruct) or leaf.sharding is None:
         return jnp.zeros_like(leaf)
     # On an Explicit mesh the type says how a leaf is sharded, and the zeros must have the same one.
-    mesh = leaf.sharding.mesh.abstract_mesh
-    with jax.sharding.use_abstract_mesh(mesh):
-        return jnp.zeros_like(leaf, device=leaf.sharding if mesh.explicit_axes else None)
+    with jax.sharding.use_abstract_mesh(leaf.sharding.mesh.abstract_mesh):
+        return jnp.zeros_like(leaf, device=leaf.sharding)
 
 
 def _zero_key(leaf: Any) -> jax.Array:

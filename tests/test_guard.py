@@ -1,5 +1,6 @@
 """The guard: one of two trees, bit for bit, traced once, in the way that each backend likes."""
 
+import contextlib
 import re
 
 import jax
@@ -50,15 +51,17 @@ def test_a_skipped_step_is_not_computed_on_a_cpu():
     assert len(re.findall(r" conditional\(", text)) == 1
 
 
+@pytest.mark.parametrize("context", [False, True])
 @pytest.mark.parametrize("jitted", [False, True])
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_a_skipped_update_is_zeros_where_the_gradients_lie(kind, jitted):
+def test_a_skipped_update_is_zeros_where_the_gradients_lie(kind, jitted, context):
     grid = mesh(2, kind=kind)
     params = jax.device_put(jnp.ones((4, 3)), NamedSharding(grid, P("data")))
     tx = fp16.mixed_precision(optax.sgd(0.1, momentum=0.9))
-    state = tx.init(params)
-    update = jax.jit(tx.update) if jitted else tx.update
-    updates, after = update(params * jnp.inf, state, params)
+    with jax.set_mesh(grid) if context else contextlib.nullcontext():
+        state = tx.init(params)
+        update = jax.jit(tx.update) if jitted else tx.update
+        updates, after = update(params * jnp.inf, state, params)
     np.testing.assert_array_equal(updates, np.zeros((4, 3)))
     if jitted and kind == AxisType.Explicit:  # outside of jit only a mesh's context says where
         assert jax.typeof(updates) == jax.typeof(params)
@@ -66,13 +69,21 @@ def test_a_skipped_update_is_zeros_where_the_gradients_lie(kind, jitted):
 
 
 def test_a_state_keeps_its_dtypes_whatever_kind_of_number_is_in_it():
-    old = {"array": jnp.float32(1), "numpy": np.float32(1), "python": 1.0, "word": "a", "small": jnp.int8(1)}
-    new = {"array": np.float64(2), "numpy": jnp.int32(2), "python": jnp.int32(2), "word": "b", "small": 2}
+    old = {
+        "array": jnp.float32(1),
+        "numpy": np.float32(1),
+        "python": 1.0,
+        "count": 1,
+        "word": "a",
+        "small": jnp.int8(1),
+    }
+    new = {"array": np.float64(2), "numpy": jnp.int32(2), "python": jnp.int32(2), "count": 2.0, "word": "b", "small": 2}
     kept = in_the_state_dtypes(new, old)
     assert {name: jnp.result_type(leaf) for name, leaf in kept.items() if name != "word"} == {
         "array": jnp.float32,
         "numpy": jnp.float32,
         "python": jnp.float32,
+        "count": jnp.int32,
         "small": jnp.int8,
     }
     assert kept["word"] == "b"

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 import optax_fp16 as fp16
-from optax_fp16._remainders import joined, split
+from optax_fp16._remainders import joined, remainder_zeros, split
 
 HALF, BRAIN, FULL = jnp.float16, jnp.bfloat16, jnp.float32
 LAYOUTS = {"whole": {}, "remainders": {"remainder": True}}
@@ -86,6 +86,20 @@ def test_a_master_is_its_bf16_number_and_16_bits(bits):
 # 0, -0, ties to either side, the largest finite, Inf, NaNs whose rounding would carry into the sign, subnormals.
 SPECIAL = [0, 1 << 31, 0x3F808000, 0x3F818000, 0x7F7FFFFF, 0x7F800000, 0xFF800000, 0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001]
 SPECIAL = np.array([*SPECIAL, 1, 0x00008000, 0x80000001, 0xBF808000], np.uint32)
+
+
+@pytest.mark.parametrize(
+    ("master", "upper", "lower"),
+    [(0x3F807FFF, 0x3F80, 0x7FFF), (0x3F808000, 0x3F81, -0x8000), (0x7F800001, 0x7FC0, 0), (0xFFFFFFFF, 0x7FC0, 0)],
+)
+def test_half_a_step_goes_up_and_every_nan_is_the_plain_one(master, upper, lower):
+    param, rest = split(jax.lax.bitcast_convert_type(jnp.uint32(master), jnp.float32))
+    assert (int(jax.lax.bitcast_convert_type(param, jnp.uint16)), int(rest)) == (upper, lower)
+
+
+def test_a_remainder_of_a_shape_is_the_shape_of_one():
+    zeros = remainder_zeros(jax.ShapeDtypeStruct((3,), jnp.bfloat16, weak_type=True))
+    assert (zeros.shape, zeros.dtype, zeros.weak_type) == ((3,), jnp.int16, False)
 
 
 def test_remainders_take_two_bytes_where_masters_take_four():

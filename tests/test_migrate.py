@@ -355,3 +355,27 @@ def test_what_apex_does_not_say_is_its_default_and_jmp_s_floor_keeps_its_value()
     assert (knobs["growth_interval"], knobs["max_scale"]) == (2000, 2.0**24)
     floor = {"min_scale": 2.0**-30, "max_scale": migrate.HIGHEST}
     assert migrate.to_jmp(floor, fp16.dynamic_loss_scale(**floor).init(None))["min_loss_scale"] == 2.0**-30
+    assert knobs["min_scale"] == migrate.LOWEST
+    assert migrate.from_apex({"loss_scale": 4096.0, "unskipped": 12}, min_loss_scale=2.0)[0]["min_scale"] == 2.0
+
+
+def test_deepspeed_s_attributes_are_these_and_what_it_leaves_out_is_its_default():
+    plain = {"cur_scale": 512.0, "cur_iter": 10, "last_overflow_iter": 5, "scale_factor": 2.0, "scale_window": 1}
+    knobs, state = migrate.from_deepspeed(plain)
+    assert (knobs["growth_interval"], knobs["hysteresis"], knobs["min_scale"], int(state.hysteresis_left)) == (
+        1,
+        1,
+        1.0,
+        1,
+    )
+    assert migrate.from_deepspeed(plain | {"delayed_shift": 2})[0]["hysteresis"] == 2
+    knobs = {"hysteresis": 3, "max_scale": migrate.HIGHEST}
+    state = fp16.dynamic_loss_scale(**knobs).init(None)
+    assert migrate.to_deepspeed(knobs, state._replace(hysteresis_left=jnp.int32(0), finite_in_a_row=jnp.int32(7))) == {
+        "cur_scale": 2.0**15, "cur_iter": 7, "last_overflow_iter": -1, "scale_factor": 2.0, "scale_window": 2000,
+        "min_scale": 1.0, "delayed_shift": 3, "cur_hysteresis": 1, "consecutive_hysteresis": False,
+        "raise_error_at_min_scale": False,
+    }  # fmt: skip
+    assert migrate.to_deepspeed(knobs, state._replace(hysteresis_left=jnp.int32(2)))["cur_hysteresis"] == 2
+    with pytest.raises(ValueError, match=r"backoff_factor=0\.5 can't be carried over"):
+        migrate.to_deepspeed(knobs | {"growth_factor": 4.0}, state)
