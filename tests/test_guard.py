@@ -135,6 +135,18 @@ def test_scalars_read_at_once_keep_every_bit_and_type():
             assert np.asarray(before).tobytes() == np.asarray(after).tobytes()
 
 
+def test_scalars_are_read_from_one_vector_of_each_kind_and_of_two_entries_at_least():
+    def vectors(*scalars):
+        program = str(jax.make_jaxpr(read_at_once)(scalars))
+        return re.findall(r":(\w+\[\d+\]) = optimization_barrier", program)
+
+    three, two = (jnp.float32(1), jnp.float32(2), jnp.float32(3)), (jnp.int32(1), jnp.int32(2))
+    assert vectors(*three, *two) == ["f32[3]", "i32[2]"]
+    assert vectors(three[0]) == ["f32[2]"]
+    assert vectors(jnp.ones(2), jnp.float16(1)) == []
+    assert all(after is before for after, before in zip(read_at_once(three), three, strict=True))  # nothing to merge
+
+
 def test_the_recipe_lets_derivatives_by_its_scalars_through():
     """A learning rate in the state can be learnt: it isn't read as bits."""
     tx = fp16.mixed_precision(optax.inject_hyperparams(optax.sgd)(0.5), loss_scale=1.0)

@@ -48,6 +48,28 @@ def test_gradients_of_the_scaled_loss_are_drawn_as_true_ones():
     assert _bars(ax, "normal") == {-10: 0.5, -8: 0.5}
 
 
+def test_the_ranges_of_fp16_are_drawn_with_and_without_the_scale():
+    ax = exponent_histogram(jnp.array([1.0, 4.0]), 2.0**15)
+    spans = {patch.get_label(): patch.get_extents().transformed(ax.transData.inverted()) for patch in ax.patches}
+    ranges = {label: (round(box.x0), round(box.x1)) for label, box in spans.items() if "range" in label}
+    assert ranges == {
+        "normal range at a loss scale of $2^{15}$": (-29, 1),
+        "normal range without a loss scale": (-14, 16),
+    }
+    assert (ax.get_yscale(), ax.get_ylabel()) == ("log", "share of the entries")
+    assert ax.get_ylim()[1] > 0.5  # above the higher bar, with room for the words
+    assert ax.xaxis.get_major_formatter()(-14) == "$2^{-14}$"
+    assert {text.get_text() for text in ax.get_legend().get_texts()} >= set(ranges)
+    assert {bar.get_width() for bars in ax.containers for bar in bars} == {1.0}
+    assert _bars(exponent_histogram(jnp.ones(2)), "normal") == {0: 1.0}
+    plain = exponent_histogram(jnp.array([1.0, 4.0]), 1.0)
+    assert [patch.get_label() for patch in plain.patches if "range" in patch.get_label()] == [
+        "normal range at a loss scale of $2^{0}$"
+    ]
+    odd = exponent_histogram(jnp.array([1.0, 4.0]), 12.0)
+    assert any("a loss scale of 12" in patch.get_label() for patch in odd.patches)
+
+
 def test_it_draws_on_the_axes_it_is_given():
     ax = Figure().subplots()
     assert exponent_histogram(jnp.ones(2), ax=ax) is ax
