@@ -92,6 +92,7 @@ def test_rows_make_a_dataframe_and_the_table_has_a_line_for_each_leaf():
     lines = str(report).splitlines()
     assert len(lines) == 4
     assert "2,000" in lines[2]
+    assert lines[-1].startswith("0 of 2 leaves are not finite")
     assert len({len(line) for line in lines[:3]}) == 1
 
 

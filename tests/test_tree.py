@@ -43,3 +43,8 @@ def test_one_of_two_trees_is_chosen_leaf_by_leaf_and_what_is_no_array_stays(flag
     assert chosen["key"] == jax.random.key(number)
     ((none, word),) = kept
     assert (none.dtype, word) == (jax.dtypes.float0, "a")
+
+
+@pytest.mark.parametrize("flag", [True, False])
+def test_a_strongly_and_a_weakly_typed_number_can_be_chosen_between(flag):
+    assert select(jnp.array(flag), jnp.float32(1.0), jnp.asarray(2.0)) == (1.0 if flag else 2.0)
