@@ -62,6 +62,7 @@ def test_a_wrong_argument_is_refused_in_words(command, capsys, name, given, said
     assert said in capsys.readouterr().err
 
 
+@counts_programs
 @pytest.mark.slow
 @pytest.mark.usefixtures("loose")
 def test_remainders_save_two_bytes_and_mu_in_bf16_two_more(command, capsys):
