@@ -354,7 +354,8 @@ def test_what_apex_does_not_say_is_its_default_and_jmp_s_floor_keeps_its_value()
     knobs, _ = migrate.from_apex({"loss_scale": 4096.0, "unskipped": 12})
     assert (knobs["growth_interval"], knobs["max_scale"]) == (2000, 2.0**24)
     floor = {"min_scale": 2.0**-30, "max_scale": migrate.HIGHEST}
-    assert migrate.to_jmp(floor, fp16.dynamic_loss_scale(**floor).init(None))["min_loss_scale"] == 2.0**-30
+    moved = migrate.to_jmp(floor, fp16.dynamic_loss_scale(**floor).init(None))
+    assert float(moved["min_loss_scale"]) == 2.0**-30
     assert knobs["min_scale"] == migrate.LOWEST
     assert migrate.from_apex({"loss_scale": 4096.0, "unskipped": 12}, min_loss_scale=2.0)[0]["min_scale"] == 2.0
 
@@ -369,6 +370,8 @@ def test_deepspeed_s_attributes_are_these_and_what_it_leaves_out_is_its_default(
         1,
     )
     assert migrate.from_deepspeed(plain | {"delayed_shift": 2})[0]["hysteresis"] == 2
+    with pytest.raises(ValueError, match="consecutive_hysteresis=True can't be carried over"):
+        migrate.from_deepspeed(plain | {"delayed_shift": 2, "consecutive_hysteresis": True})
     knobs = {"hysteresis": 3, "max_scale": migrate.HIGHEST}
     state = fp16.dynamic_loss_scale(**knobs).init(None)
     assert migrate.to_deepspeed(knobs, state._replace(hysteresis_left=jnp.int32(0), finite_in_a_row=jnp.int32(7))) == {
