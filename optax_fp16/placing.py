@@ -16,8 +16,7 @@ def zero_shardings(tree: Any, mesh: Mesh, axis: Any) -> Any:
     """The sharding of every leaf with one of its dimensions split over the data-parallel devices besides what it has already.
 
     The dimension is the first whose length, on each device so far, the devices divide. A leaf without such a dimension keeps
-    what it has. Place the state so, and the gradients too, and the compiler reduce-scatters
-    gradients and gathers parameters::
+    what it has. Place the state so, and the gradients too, and the compiler reduce-scatters gradients and gathers parameters::
 
         shardings = zero_shardings(jax.eval_shape(tx.init, params), mesh, "data")
         parts = zero_shardings(params, mesh, "data")
