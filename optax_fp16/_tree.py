@@ -62,7 +62,7 @@ def widened(leaf: Any) -> Any:
 
 def times(leaf: jax.Array, factor: jax.Array) -> jax.Array:
     """A leaf in its wide dtype times an fp32 scalar."""
-    return jax.lax.mul(leaf, factor if factor.dtype == leaf.dtype else factor.astype(leaf.dtype))
+    return jax.lax.mul(leaf, jax.lax.convert_element_type(factor, leaf.dtype))
 
 
 def to_fp32(tree: Any) -> Any:
