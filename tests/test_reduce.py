@@ -46,7 +46,7 @@ def optimized(function, *args):
 
 @pytest.mark.parametrize("jitted", [False, True])
 @pytest.mark.parametrize("dtype", [HALF, BRAIN, FULL, jnp.complex64])
-@pytest.mark.parametrize("sizes", [(5,), (3, SMALL, 7, SMALL + 1), (2 * CHUNK,), (CHUNK + 1, 1)])
+@pytest.mark.parametrize("sizes", [(5,), (3, SMALL, 7, SMALL + 1), (2 * CHUNK,), (CHUNK + 1, 1), (7 * CHUNK + 5,)])
 def test_the_norm_is_that_of_float64_in_every_dtype(dtype, sizes, jitted):
     tree = {str(i): drawn((size,), dtype, seed=i) for i, size in enumerate(sizes)}
     norm = (jax.jit(fp16.grad_global_norm) if jitted else fp16.grad_global_norm)(tree)

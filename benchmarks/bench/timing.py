@@ -11,6 +11,9 @@ import jax.numpy as jnp
 from .shapes import Shapes, abstract, drawn, entries_of
 from .steps import SCALE, Step
 
+# Seconds before each run. The one before gives its temporary memory back after its result is ready, which would be counted here.
+PAUSE = 0.1
+
 
 class Compiled(NamedTuple):
     run: Callable[[Any, Any, Any], tuple[Any, Any]]
@@ -60,6 +63,7 @@ def interleaved(runs: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str,
     times: dict[str, list[float]] = {name: [] for name in runs}
     for number in range(rounds + 1):
         for name, run in runs.items():
+            time.sleep(PAUSE)
             start = time.perf_counter()
             jax.block_until_ready(run())
             if number:
