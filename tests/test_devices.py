@@ -13,6 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_fp16 as fp16
+from optax_fp16._reduce import CHUNK
 from tests.meshes import WAYS, mesh, on_devices, stacked
 
 COUNTS = (4, 8)
@@ -154,7 +155,7 @@ def test_a_large_replicated_leaf_is_counted_once_though_it_is_split():
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_a_large_half_precision_shard_is_summed_chunk_by_chunk(check_vma):
-    grads = np.full(4 * (131072 + 3), 0.25, np.float16)
+    grads = np.full(4 * (16 * CHUNK + 3), 0.25, np.float16)
 
     def norm(tree):
         return fp16.grad_global_norm(tree, axis_name="data", sharded=True)
