@@ -515,8 +515,8 @@ def test_a_wrong_optimizer_is_refused_in_the_step_too():
 
 
 def test_an_older_jax_gathers_the_same_by_a_sum(monkeypatch):
-    tx, grads = fp16.distributed(optax.sgd(1.0), "data"), drawn(4)
-    params = parameters()
+    shapes = SHAPES | {"heads": (2, 6, 3)}  # rows of several dimensions, cut in two
+    tx, grads, params = fp16.distributed(optax.sgd(1.0), "data"), drawn(4, shapes), parameters(shapes=shapes)
 
     def run():
         step, args = stepper(tx, params, mesh(4)), (params, tx.init(params), grads)
@@ -528,6 +528,8 @@ def test_an_older_jax_gathers_the_same_by_a_sum(monkeypatch):
     summed, gathers = run()
     assert not gathers
     jax.tree.map(np.testing.assert_array_equal, summed, right)
+    for name, away in mean(grads).items():
+        np.testing.assert_array_equal(right[name], params[name] - away)
 
 
 def test_gradients_that_their_types_say_are_the_same_everywhere_are_not_sent():
