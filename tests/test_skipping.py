@@ -246,6 +246,20 @@ def test_moments_of_one_half_precision_parameter_among_others_are_fp32():
     assert {leaf.dtype for leaf in jax.tree.leaves(optax.tree.get(state, "nu"))} == {np.dtype(np.float32)}
 
 
+@pytest.mark.parametrize("wrap", [fp16.skip_if_nonfinite, fp16.mixed_precision])
+def test_the_inner_transformation_sees_half_precision_parameters_in_fp32(wrap):
+    seen = []
+
+    def update(updates, state, params=None):
+        seen.append(params.dtype)
+        return updates, state
+
+    tx, params = wrap(optax.GradientTransformation(lambda params: (), update)), jnp.ones(2, HALF)
+    tx.update(params, tx.init(params), params)
+    tx.apply(params, tx.init(params), params)
+    assert set(seen) == {np.dtype(np.float32)}
+
+
 def test_masters_inside_see_the_parameters_as_they_are():
     params = jnp.full(2, 100.0, jnp.float16)
     masters = fp16.master_weights(optax.sgd(0.01))  # below fp16's resolution there, and so no update at first
