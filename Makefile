@@ -33,7 +33,7 @@ lint: $(VENV)/.test
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 
-# The slow tier: 30 kills, 20,000 steps with faults twice over, 2,000 random programs; 40 minutes on 2 cores.
+# The slow tier: 30 kills, 20,000 steps with faults twice over, 2,000 random programs; 27 minutes on 2 idle cores.
 soak: $(VENV)/.test
 	$(TESTENV) $(BIN)/python -m pytest -n $(JOBS) --dist worksteal --durations 15 tests/soak $(ARGS)
 

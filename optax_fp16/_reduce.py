@@ -14,7 +14,7 @@ from ._tree import is_gradient, widened
 # Entries of a half-precision leaf that are widened at a time on CPU: one chunk stays in the cache.
 CHUNK = 32768
 
-# Chunks between two visits to the running sums: one at a time is half as fast, and more only compile for longer.
+# Chunks between two visits to the running sums, which are twice a chunk's bytes. More would compile for longer.
 UNROLL = 4
 
 # Leaves that XLA for GPU reads as one array, and the entries below which a leaf is joined with others on CPU.
